@@ -53,10 +53,3 @@ def pieces(dst: Tensor, grad: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         dst, grad = dst.view(-1), grad.view(-1)
     num_rows = max(1, CHUNK // (grad.numel() // grad.shape[0]))
     yield from zip(torch.split(dst, num_rows), torch.split(grad, num_rows), strict=True)
-
-
-def fitting(scratch: Tensor, piece: Tensor, dtype: torch.dtype) -> Tensor:
-    """``scratch``, or a new one where it has another dtype or fewer elements than ``piece``."""
-    if scratch.dtype == dtype and scratch.numel() >= piece.numel():
-        return scratch
-    return torch.empty(max(CHUNK, piece.numel()), dtype=dtype, device=scratch.device)

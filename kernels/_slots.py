@@ -55,7 +55,7 @@ def collapse(grad: Tensor) -> tuple[list[int], list[int]]:
     return sizes, strides
 
 
-def launch(flat: Tensor, grads: Sequence[Tensor], offsets: Sequence[int], scale: float, *, add: bool) -> None:
+def launch(flat: Tensor, grads: Sequence[Tensor], offsets: Sequence[int], *, add: bool) -> None:
     """Fills (or adds into) the slots of ``flat``; without ``add`` also writes zeros wherever no gradient goes."""
     rows: list[list[int]] = []
     copies: list[Tensor] = []  # copies of gradients: alive until the launch is queued, then stream order protects them
@@ -71,6 +71,9 @@ def launch(flat: Tensor, grads: Sequence[Tensor], offsets: Sequence[int], scale:
         if not add:
             append(0, stop, offset - stop, 0, (1,) * 3, (0,) * 4)
         stop = offset + grad.numel()
+        if grad.is_neg():  # the imaginary part of a lazy conjugate: its memory has the negative
+            grad = grad.resolve_neg()
+            copies.append(grad)
         sizes, strides = collapse(grad)
         if len(sizes) > 4 or (grad.numel() >= 2**31 and strides != [1]):  # the kernel's index has 4 digits of 32 bits
             grad = grad.contiguous()
@@ -90,8 +93,8 @@ def launch(flat: Tensor, grads: Sequence[Tensor], offsets: Sequence[int], scale:
     table = to_device(rows, flat.device)
     with on_device(flat):
         fill_slots[(num_programs,)](
-            table, flat, len(rows), float(scale), BLOCK=BLOCK, TILE_M=TILE_M, TILE_J=TILE_J,
-            COLUMNS=NUM_COLUMNS, ADD=add, SCALED=scale != 1.0, num_warps=4, enable_fp_fusion=False,
+            table, flat, len(rows), BLOCK=BLOCK, TILE_M=TILE_M, TILE_J=TILE_J,
+            COLUMNS=NUM_COLUMNS, ADD=add, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
 
 
@@ -109,34 +112,28 @@ def fills_tiles(sizes: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 @jit
-def _put(out, x, mask, scale, ADD: constexpr, SCALED: constexpr):
-    """``out = x * scale``, or ``out += x * scale``, rounded once more when stored; ``mask`` None: the whole block."""
-    if SCALED or ADD:  # else no detour over fp32: a bf16 gradient is copied bit by bit
-        x = x.to(tl.float32)
-    if SCALED:
-        x = x * scale
-    if ADD:
-        x = tl.load(out, mask=mask).to(tl.float32) + x
+def _put(out, x, mask, ADD: constexpr):
+    """``out = x``, or ``out += x`` in fp32, rounded when stored; ``mask`` None: the whole block."""
+    if ADD:  # else no detour over fp32: a bf16 gradient is copied bit by bit
+        x = tl.load(out, mask=mask).to(tl.float32) + x.to(tl.float32)
     tl.store(out, x.to(out.dtype.element_ty), mask=mask)
 
 
 @jit
-def _move_block(source, out, start, numel, scale, BLOCK: constexpr, ADD: constexpr,
-                SCALED: constexpr):  # fmt: skip
+def _move_block(source, out, start, numel, BLOCK: constexpr, ADD: constexpr):
     """Contiguous. A block without a mask is what lets the compiler use 128-bit accesses."""
     at = tl.arange(0, BLOCK)
     source += start
     out += start
     if start + BLOCK <= numel:
-        _put(out + at, tl.load(source + at), None, scale, ADD, SCALED)
+        _put(out + at, tl.load(source + at), None, ADD)
     else:
         mask = at < numel - start
-        _put(out + at, tl.load(source + at, mask=mask), mask, scale, ADD, SCALED)
+        _put(out + at, tl.load(source + at, mask=mask), mask, ADD)
 
 
 @jit
-def _move_strided(source, out, start, numel, row, scale, BLOCK: constexpr, ADD: constexpr,
-                  SCALED: constexpr):  # fmt: skip
+def _move_strided(source, out, start, numel, row, BLOCK: constexpr, ADD: constexpr):
     """Element ``i`` of the slot is the element of the gradient whose digits to the bases ``sizes`` spell ``i``."""
     size1, size2, size3 = tl.load(row + 5).to(tl.int32), tl.load(row + 6).to(tl.int32), tl.load(row + 7).to(tl.int32)
     stride0, stride1, stride2, stride3 = tl.load(row + 8), tl.load(row + 9), tl.load(row + 10), tl.load(row + 11)
@@ -148,12 +145,11 @@ def _move_strided(source, out, start, numel, row, scale, BLOCK: constexpr, ADD: 
         at += (rest % size2).to(tl.int64) * stride2
         rest = rest // size2
         at += (rest % size1).to(tl.int64) * stride1 + (rest // size1).to(tl.int64) * stride0
-        _put(out + i, tl.load(source + at, mask=mask), mask, scale, ADD, SCALED)
+        _put(out + i, tl.load(source + at, mask=mask), mask, ADD)
 
 
 @jit
-def _move_tiles(source, out, first, row, scale, NUM: constexpr, TILE_M: constexpr, TILE_J: constexpr,
-                ADD: constexpr, SCALED: constexpr):  # fmt: skip
+def _move_tiles(source, out, first, row, NUM: constexpr, TILE_M: constexpr, TILE_J: constexpr, ADD: constexpr):
     """Tiles [first, first + NUM) of a [B, J, M], those of one run of writes after one another."""
     num_b, size_j, size_m = tl.load(row + 5).to(tl.int32), tl.load(row + 6).to(tl.int32), tl.load(row + 7).to(tl.int32)
     stride_b, stride_m = tl.load(row + 9), tl.load(row + 11)
@@ -165,33 +161,32 @@ def _move_tiles(source, out, first, row, scale, NUM: constexpr, TILE_M: constexp
         m = tile % per_run * TILE_M + tl.arange(0, TILE_M)[:, None]
         mask = (j < tl.where(b < num_b, size_j, 0)) & (m < size_m)
         x = tl.load(source + (b * stride_b + m.to(tl.int64) * stride_m) + j, mask=mask)
-        _put(out + (b * size_j * size_m + j * size_m + m), x, mask, scale, ADD, SCALED)
+        _put(out + (b * size_j * size_m + j * size_m + m), x, mask, ADD)
 
 
 @jit
-def _move(ptr, out, start, numel, kind, row, scale, DTYPE: constexpr, BLOCK: constexpr, TILE_M: constexpr,
-          TILE_J: constexpr, ADD: constexpr, SCALED: constexpr):  # fmt: skip
+def _move(ptr, out, start, numel, kind, row, DTYPE: constexpr, BLOCK: constexpr, TILE_M: constexpr,
+          TILE_J: constexpr, ADD: constexpr):  # fmt: skip
     # a pointer of its own in each branch: tl.multiple_of marks the very value that it is given, for all its uses
     if kind < 4:
         source = tl.multiple_of(ptr.to(tl.pointer_type(DTYPE)), 16)
         hinted = out + tl.multiple_of(tl.load(row + 1), 16)
-        _move_block(source, hinted, start, numel, scale, BLOCK, ADD, SCALED)
+        _move_block(source, hinted, start, numel, BLOCK, ADD)
     elif kind < 8:
         source = ptr.to(tl.pointer_type(DTYPE))
-        _move_strided(source, out + tl.load(row + 1), start, numel, row, scale, BLOCK, ADD, SCALED)
+        _move_strided(source, out + tl.load(row + 1), start, numel, row, BLOCK, ADD)
     elif kind > 12:
         source = ptr.to(tl.pointer_type(DTYPE))
         size = TILE_M * TILE_J
-        _move_tiles(source, out + tl.load(row + 1), start // size, row, scale, BLOCK // size, TILE_M, TILE_J, ADD,
-                    SCALED)  # fmt: skip
+        _move_tiles(source, out + tl.load(row + 1), start // size, row, BLOCK // size, TILE_M, TILE_J, ADD)
     else:
         source = ptr.to(tl.pointer_type(DTYPE))
-        _move_block(source, out + tl.load(row + 1), start, numel, scale, BLOCK, ADD, SCALED)
+        _move_block(source, out + tl.load(row + 1), start, numel, BLOCK, ADD)
 
 
 @kernel("num_rows")
-def fill_slots(table, out, num_rows, scale, BLOCK: constexpr, TILE_M: constexpr, TILE_J: constexpr,
-                  COLUMNS: constexpr, ADD: constexpr, SCALED: constexpr):  # fmt: skip
+def fill_slots(table, out, num_rows, BLOCK: constexpr, TILE_M: constexpr, TILE_J: constexpr,
+               COLUMNS: constexpr, ADD: constexpr):  # fmt: skip
     program = tl.program_id(0)
     row = find_row(table, num_rows, program, 3, COLUMNS)
     ptr = tl.load(row)
@@ -202,16 +197,16 @@ def fill_slots(table, out, num_rows, scale, BLOCK: constexpr, TILE_M: constexpr,
         at = start + tl.arange(0, BLOCK)
         tl.store(out + tl.load(row + 1) + at, tl.zeros([BLOCK], out.dtype.element_ty), mask=at < numel)
     elif kind % 4 == 1:
-        _move(ptr, out, start, numel, kind, row, scale, tl.float32, BLOCK, TILE_M, TILE_J, ADD, SCALED)
+        _move(ptr, out, start, numel, kind, row, tl.float32, BLOCK, TILE_M, TILE_J, ADD)
     elif kind % 4 == 2:
-        _move(ptr, out, start, numel, kind, row, scale, tl.bfloat16, BLOCK, TILE_M, TILE_J, ADD, SCALED)
+        _move(ptr, out, start, numel, kind, row, tl.bfloat16, BLOCK, TILE_M, TILE_J, ADD)
     else:
-        _move(ptr, out, start, numel, kind, row, scale, tl.float16, BLOCK, TILE_M, TILE_J, ADD, SCALED)
+        _move(ptr, out, start, numel, kind, row, tl.float16, BLOCK, TILE_M, TILE_J, ADD)
 
 
 def to_device(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
     """[len(rows), columns] int64: all that goes to the device, from pinned memory, without a synchronisation."""
-    return torch.tensor(rows, dtype=torch.int64, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+    return torch.tensor(rows, dtype=torch.int64, pin_memory=device.type != "cpu").to(device, non_blocking=True)
 
 
 @jit

@@ -13,21 +13,20 @@ from torch import Tensor
 
 from zc.kernels import _slots
 from zc.kernels._check import check_dtype, check_slots
-from zc.kernels._chunks import CHUNK, compute_dtype, fitting, pieces
+from zc.kernels._chunks import CHUNK, pieces
 from zc.kernels._triton import use_triton
 
 __all__ = ["accumulate_cast", "accumulate_cast_reference", "accumulate_cast_triton"]
 
 
 @torch.no_grad()
-def accumulate_cast(acc: Tensor, grads: Sequence[Tensor], offsets: Sequence[int], *, scale: float = 1.0) -> None:
-    """``acc[offsets[i] : offsets[i] + grads[i].numel()] += grads[i].flatten() * scale``; the rest stays as it is.
+def accumulate_cast(acc: Tensor, grads: Sequence[Tensor], offsets: Sequence[int]) -> None:
+    """``acc[offsets[i] : offsets[i] + grads[i].numel()] += grads[i].flatten()``; the rest stays as it is.
 
     Args:
         acc: [P] fp32 or fp64, contiguous.
         grads: any shapes, strides and mix of bf16, fp16, fp32, fp64, on the device of ``acc``, none overlapping it.
         offsets: elements into ``acc``, ascending, slots disjoint.
-        scale: the product is rounded to ``acc.dtype`` before it is added (no fused multiply-add).
 
     Raises:
         ValueError: a dtype, device, layout, offset or overlap that breaks the above; nothing has been written.
@@ -35,27 +34,27 @@ def accumulate_cast(acc: Tensor, grads: Sequence[Tensor], offsets: Sequence[int]
     check_dtype("acc", acc, (torch.float32, torch.float64))
     check_slots("acc", acc, grads, offsets)
     if use_triton(acc) and _slots.handles(acc, grads):
-        accumulate_cast_triton(acc, grads, offsets, scale)
+        accumulate_cast_triton(acc, grads, offsets)
     else:
-        accumulate_cast_reference(acc, grads, offsets, scale)
+        accumulate_cast_reference(acc, grads, offsets)
 
 
-def accumulate_cast_triton(acc: Tensor, grads: Sequence[Tensor], offsets: Sequence[int], scale: float) -> None:
+def accumulate_cast_triton(acc: Tensor, grads: Sequence[Tensor], offsets: Sequence[int]) -> None:
     """One launch; padding has no row."""
-    _slots.launch(acc, grads, offsets, scale, add=True)
+    _slots.launch(acc, grads, offsets, add=True)
 
 
-def accumulate_cast_reference(acc: Tensor, grads: Sequence[Tensor], offsets: Sequence[int], scale: float) -> None:
-    """The same in torch; another dtype or a scale goes through a scratch that stays in cache."""
+def accumulate_cast_reference(acc: Tensor, grads: Sequence[Tensor], offsets: Sequence[int]) -> None:
+    """The same in torch; another dtype goes through a scratch that stays in cache."""
     scratch = torch.empty(CHUNK, dtype=acc.dtype, device=acc.device)
     for grad, offset in zip(grads, offsets, strict=True):
         if grad.numel() == 0:
             continue
         slot = acc[offset : offset + grad.numel()].view(grad.shape)
-        if grad.dtype == acc.dtype and scale == 1.0:
+        if grad.dtype == acc.dtype:
             slot.add_(grad)
             continue
         for slot_piece, grad_piece in pieces(slot, grad):
-            scratch = fitting(scratch, grad_piece, compute_dtype(acc.dtype, grad.dtype))
-            piece = scratch[: grad_piece.numel()].view(grad_piece.shape).copy_(grad_piece)
-            slot_piece.add_((piece if scale == 1.0 else piece.mul_(scale)).to(acc.dtype))
+            if scratch.numel() < grad_piece.numel():
+                scratch = torch.empty(grad_piece.numel(), dtype=acc.dtype, device=acc.device)
+            slot_piece.add_(scratch[: grad_piece.numel()].view(grad_piece.shape).copy_(grad_piece))

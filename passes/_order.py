@@ -19,8 +19,8 @@ from typing import NamedTuple
 from torch import fx
 
 from zc.schedule.buffer import HOST, MAIN, Access, Buffer, Place, carried_event, overlap
-from zc.schedule.nodes import accesses, maker, op_of, stream_of, value
-from zc.schedule.spec import LaunchReduce, RecordEvent, Sync, WaitEvent, WaitReduce
+from zc.schedule.nodes import accesses, op_of, stream_of, value
+from zc.schedule.spec import RecordEvent, Sync, WaitEvent
 
 Clock = tuple[list[int], int]  # positions by stream, bits of carried events
 _ISSUED = 1  # the bit that stands for the issuing thread's own accesses to host memory
@@ -39,7 +39,7 @@ class Obligation(NamedTuple):
 
 @dataclass
 class _Touch:
-    """An access, and where it ends. ``node`` None: before the schedule; ``bit``: as of an `Obligation`."""
+    """An access. ``node`` None: before the schedule; ``bit``: as of an `Obligation`."""
 
     access: Access
     writes: bool
@@ -173,7 +173,7 @@ class Order:
         for node in (n for step in self.nodes for n in step.all_input_nodes if n.op == "placeholder"):
             touches[value(node).buffer] = [_Touch(value(node), True, self._id[MAIN], 0, 0, None)]
         for k, node in enumerate(self.nodes):
-            stream, position = self._until(k)
+            stream, position = self.stream[k], self.position[k]
             reads, writes = self.accesses[k]
             if node.op == "output":
                 reads, writes = (), reads  # the caller may write or free it
@@ -209,32 +209,19 @@ class Order:
             past.append(_Touch(Access(buffer), True, self._id[buffer.carrier], 0, bit, None))
         return past
 
-    def _until(self, k: int) -> tuple[int, int]:
-        """Where step ``k``'s accesses end: a launch's at its completion."""
-        if isinstance(self.ops[k], LaunchReduce):
-            for done in (self.index[user] for user in self.nodes[k].users if user in self.index):
-                if isinstance(self.ops[done], WaitReduce):
-                    return self.stream[done], self.position[done]
-        return self.stream[k], self.position[k]
-
     def _oblige(self, k: int, earlier: list[_Touch], access: Access, is_write: bool) -> None:
-        node, op = self.nodes[k], self.ops[k]
+        node = self.nodes[k]
         for touch in earlier:
             if not (is_write or touch.writes) or not overlap(access, touch.access):
                 continue
             if touch.node is node:  # a node's own read does not conflict with its write
                 continue
-            if isinstance(op, WaitReduce) and touch.node is op.work:
-                # a completion ends its own launch: it need only come after its start
-                start = self.index[op.work]
-                need = (self.stream[start], self.position[start], 0)
-            else:
-                need = (touch.stream, touch.position, touch.bit)
-            if need[0] != self.stream[k] or need[1] >= self.position[k]:
-                self.obligations[k].append(Obligation(*need, touch.node, access, (touch.writes, is_write)))
+            if touch.stream != self.stream[k]:
+                need = Obligation(touch.stream, touch.position, touch.bit, touch.node, access, (touch.writes, is_write))
+                self.obligations[k].append(need)
 
     def _oblige_end(self, lasting: set[str]) -> None:
-        """Streams that are no carrier end in the main stream; a release on them needs no order."""
+        """Streams that are no carrier end in the main stream."""
         end = len(self.nodes) - 1
         last: dict[int, int] = {}
         for k in range(end):
@@ -245,15 +232,6 @@ class Order:
                 touched = Access(f"all of {self.streams[stream]}")
                 need = Obligation(stream, self.position[k], 0, self.nodes[k], touched, (True, False))
                 self.obligations[end].append(need)
-
-    def crossing(self) -> list[tuple[fx.Node, str]]:
-        """Values that are used on another stream than the one that made them, and that stream."""
-        values = []
-        for node in {n: None for step in self.nodes for n in step.all_input_nodes}:
-            owner = stream_of(maker(node))
-            if any(user in self.index and user.op != "output" and stream_of(user) != owner for user in node.users):
-                values.append((node, owner))
-        return values
 
 
 def _replaces(later: _Touch, earlier: _Touch) -> bool:

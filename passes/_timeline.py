@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from zc.schedule.buffer import HOST, MAIN, Access, Buffer, Place, carried_by, carried_event, overlap
-from zc.schedule.nodes import accesses, maker, put, stream_of, value
+from zc.schedule.nodes import accesses, put, stream_of, value
 from zc.schedule.spec import RecordEvent, WaitEvent
 
 Point = tuple[str, int]
@@ -109,20 +109,9 @@ class Timeline:
         """(buffer, stream, its last touch there)"""
         return [(b, s, point) for (b, s), point in self._last.items() if isinstance(b, Buffer)]
 
-    def nodes_on(self, stream: str) -> list[fx.Node]:
-        return [self.nodes[stream, k] for k in range(1, self.length(stream) + 1)]
-
-    def uses(self, value: fx.Node, *, with_maker: bool = False) -> list[Point]:
-        """Where a value is used, and with ``with_maker`` where it was made."""
-        users = [self._points[u] for u in value.users if u in self._points]
-        if with_maker and maker(value) in self._points:
-            users.append(self._points[maker(value)])
-        return users
-
-    def is_after(self, node: fx.Node, points: list[Point]) -> bool:
-        """Whether a node that has been visited is ordered after all ``points``."""
-        snapshot = self._snapshots[self._points[node]]
-        return all(snapshot.get(stream, -1) >= position for stream, position in points)
+    def is_after(self, node: fx.Node, point: Point) -> bool:
+        """Whether a node that has been visited is ordered after ``point``."""
+        return self._snapshots[self._points[node]].get(point[0], -1) >= point[1]
 
     def _entry(self, buffer: Place) -> list[_Touch]:
         """The touches of a buffer before the schedule starts; none is ordered after another."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from torch import fx
 
 if TYPE_CHECKING:
@@ -43,3 +44,8 @@ def returned_by(graph: fx.Graph) -> list[Any]:
     """The values that the graph returns, as a list."""
     returned: Any = graph.output_node().args[0]
     return list(returned) if isinstance(returned, (list, tuple)) else [returned]
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether a second run gives other values."""
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())

@@ -10,15 +10,16 @@ Before and after, ``%p1`` a parameter in ``gathered[1]`` and ``%p0`` one in ``ga
                                               publish(1, "gathered[1]")
                                               output (%mm_1, %t0)
 
-Nodes that depend only on parameters (views, casts) move down to their first use. The publishes at the end let code
-after the graph read every parameter. A graph without such parameters gets nothing else.
+Nodes that depend only on parameters (views, casts) move down to where something else first needs them. Random ones
+stay, since a generator gives its numbers in the order of the calls. The publishes at the end let code after the graph
+read every parameter. A graph without such parameters gets nothing else.
 """
 
 from __future__ import annotations
 
 from torch import fx
 
-from zc.passes.base import Pass, copy_graph
+from zc.passes.base import Pass, copy_graph, is_random
 from zc.planning.plan import Plan
 from zc.schedule.buffer import Buffer
 from zc.schedule.nodes import put
@@ -41,20 +42,31 @@ def run(graph: fx.Graph, plan: Plan) -> fx.Graph:
 
 
 def _sink(graph: fx.Graph) -> None:
-    """Moves nodes that read only parameters in front of their first user, those of one user in their old order."""
+    """Moves nodes that read only parameters in front of the first other node that needs them, in their old order."""
     order = {node: k for k, node in enumerate(graph.nodes)}
-    for node in reversed(list(graph.nodes)):
-        if node.op != "call_function" or not node.users or not _is_of_params(node):
+    waiting = _of_params(graph)
+    for node in [node for node in graph.nodes if node not in waiting]:
+        needed: set[fx.Node] = set()
+        ahead = list(node.all_input_nodes)
+        while ahead:
+            if (value := ahead.pop()) in waiting:
+                waiting.discard(value)
+                needed.add(value)
+                ahead += value.all_input_nodes
+        for value in sorted(needed, key=order.__getitem__):
+            node.prepend(value)
+
+
+def _of_params(graph: fx.Graph) -> set[fx.Node]:
+    """The operations that read parameters alone, or values made of them, and that something reads."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        inputs = node.all_input_nodes
+        if node.op != "call_function" or not node.users or not inputs or is_random(node):
             continue
-        first = min(node.users, key=order.__getitem__)
-        if first.op != "output":
-            first.prepend(node)
-            order[node] = order[first]
-
-
-def _is_of_params(node: fx.Node) -> bool:
-    inputs = node.all_input_nodes
-    return bool(inputs) and all("buffer" in n.meta or (n.op == "call_function" and _is_of_params(n)) for n in inputs)
+        if all("buffer" in n.meta or n in found for n in inputs):
+            found.add(node)
+    return found
 
 
 PASS = Pass("cut_forward", run)

@@ -1,13 +1,12 @@
-"""Parts (c) and (d) of the proof: each gradient that is owed arrives, in full and once; each launch completes once.
+"""Part (c) of the proof: each gradient that is owed arrives, in full and once.
 
-They don't depend on streams: without a race, the order in which the nodes are issued is as good as any. A buffer holds
+It does not depend on streams: without a race, the order in which the nodes are issued is as good as any. A buffer holds
 one thing of one bucket at a time. Each kind of node says what it needs in the buffers that it names, and what it leaves
 there (`zc.schedule.contents`). Bucket 2 in stage 2::
 
-    flatten_cast(2, "flat_grad[0]", ...)               flat_grad[0]: nothing -> gradient
-    %w = launch_reduce(2, "recv[0]", "flat_grad[0]")   flat_grad[0]: gradient -> nothing; recv[0]: nothing -> flight
-    wait_reduce(2, %w, "recv[0]", "flat_grad[0]")      recv[0]: flight -> rows
-    accumulate(2, "acc[2]", "recv[0]")                 recv[0]: rows -> nothing; acc[2]: sum -> total
+    flatten_cast(2, "flat_grad[0]", ...)        flat_grad[0]: nothing -> gradient
+    exchange(2, "recv[0]", "flat_grad[0]")      flat_grad[0]: gradient -> nothing; recv[0]: nothing -> rows
+    accumulate(2, "acc[2]", "recv[0]")          recv[0]: rows -> nothing; acc[2]: sum -> total
 
 So these are faults: a gradient that is overwritten before it was sent, rows that no accumulate takes, and a second
 reduction of one bucket (deepspeed#7985, #7981 and #7366). On top of that:
@@ -32,13 +31,13 @@ from zc.planning.plan import Plan
 from zc.schedule.buffer import Buffer
 from zc.schedule.contents import GRADIENT, NOTHING, at_entry, facts_of, may_be_left, rows_for
 from zc.schedule.nodes import op_of
-from zc.schedule.spec import BucketOp, CopyToHost, Deposit, LaunchReduce, RowSum, Spans, WaitReduce, WgradInto, Write
+from zc.schedule.spec import BucketOp, CopyToHost, Deposit, RowSum, Spans, WgradInto, Write
 
 if TYPE_CHECKING:
     from zc.passes._order import Order
 
 
-def check(order: Order, plan: Plan | None, debt: Debt | None) -> list[str]:
+def check(order: Order, plan: Plan, debt: Debt | None) -> list[str]:
     """The faults, as texts that name the bucket and the nodes."""
     ledger = _Ledger(plan, debt)
     for node, op in zip(order.nodes, order.ops, strict=True):
@@ -51,7 +50,7 @@ def check(order: Order, plan: Plan | None, debt: Debt | None) -> list[str]:
 
 
 class _Ledger:
-    def __init__(self, plan: Plan | None, debt: Debt | None) -> None:
+    def __init__(self, plan: Plan, debt: Debt | None) -> None:
         self.plan, self.debt, self.facts = plan, debt, facts_of(plan)
         self.faults: list[str] = []
         self.holds: dict[Buffer, tuple[int, str]] = {}  # buffer -> bucket, and what of it
@@ -65,10 +64,9 @@ class _Ledger:
             self.reduced.add(op.bucket)
         if isinstance(op, CopyToHost):
             self.landed.add(op.bucket)
-        if isinstance(op, WaitReduce):
-            self._check_work(node, op)
         for name in dict.fromkeys((*(row.field for row in op.contents), *op.writes)):
-            buffer = op.buffers[name]
+            if (buffer := op.buffers.get(name)) is None:
+                continue
             of, content = self.holds.get(buffer) or at_entry(buffer)
             rows = rows_for(op, name, buffer, self.facts)
             row = next((row for row in rows if content in row.needs and (of == op.bucket or content == NOTHING)), None)
@@ -102,8 +100,7 @@ class _Ledger:
             self.writers[bucket, slot] = node
             if self.debt is not None and (bucket, slot) not in value.meta.get("gradient_of", ()):
                 self.faults.append(f"{node.name} takes %{value.name} for {gradient}, which it is not")
-            if self.plan is not None:
-                self._check_extent(node.name, op, self.plan.buckets[bucket].slots, slot, spans)
+            self._check_extent(node.name, op, self.plan.buckets[bucket].slots, slot, spans)
 
     def _spans(self, op: Write | Deposit) -> Spans:
         """The elements that a node writes."""
@@ -111,7 +108,7 @@ class _Ledger:
             return ((op.start, op.stop),)
         if isinstance(op, Write) and op.spans is not None:
             return op.spans
-        return ((0, self.plan.buckets[op.bucket].numel if self.plan is not None else 1 << 62),)
+        return ((0, self.plan.buckets[op.bucket].numel),)
 
     def _check_extent(self, name: str, op: Write | Deposit, layout: Sequence[Slot], slot: int, spans: Spans) -> None:
         if slot >= len(layout):
@@ -129,8 +126,6 @@ class _Ledger:
     def _check_whole(self, bucket: int, buffer: Buffer) -> None:
         """Checks that each element of the bucket was written once, padding included."""
         spans = self.written.pop(buffer, [])
-        if self.plan is None:
-            return
         reached, numel = 0, self.plan.buckets[bucket].numel
         for start, stop in [*sorted(spans), (numel, numel)]:
             if start > reached:
@@ -139,20 +134,13 @@ class _Ledger:
                 self.faults.append(f"the elements [{start}, {min(stop, reached)}) of bucket {bucket} are written twice")
             reached = max(reached, stop)
 
-    def _check_work(self, node: fx.Node, op: WaitReduce) -> None:
-        launch = op_of(op.work)
-        if not isinstance(launch, LaunchReduce):
-            self.faults.append(f"{node.name} completes {op.work}, which is no launch")
-        elif launch != LaunchReduce(op.bucket, op.dst, op.src, op.among):
-            self.faults.append(f"{node.name} names another bucket or buffers than {op.work}, which it completes")
-
     def close(self) -> None:
         for buffer, (bucket, content) in self.holds.items():
             if not may_be_left(buffer, content):
                 self.faults.append(f"{buffer} holds the {content} of bucket {bucket} at the end, and nobody takes it")
             elif content == GRADIENT:
                 self._check_whole(bucket, buffer)
-        if self.plan is not None and self.debt is not None:
+        if self.debt is not None:
             self._settle(self.plan, self.debt)
 
     def _settle(self, plan: Plan, debt: Debt) -> None:

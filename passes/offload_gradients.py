@@ -3,9 +3,8 @@
 Accumulators in host memory visit the device for each backward, through a ring of staging buffers (stage 2, bucket 0)::
 
     flatten_cast(0, "flat_grad[0]", ...)                  copy_to_device(0, "staging[0]", "host[0]")
-    %w = launch_reduce(0, "recv[0]", "flat_grad[0]")      flatten_cast(0, "flat_grad[0]", ...)
-    wait_reduce(0, %w, "recv[0]", "flat_grad[0]")         %w = launch_reduce(0, "recv[0]", "flat_grad[0]")
-    accumulate(0, "acc[0]", "recv[0]")                ->  wait_reduce(0, %w, "recv[0]", "flat_grad[0]")
+    exchange(0, "recv[0]", "flat_grad[0]")                flatten_cast(0, "flat_grad[0]", ...)
+    accumulate(0, "acc[0]", "recv[0]")                ->  exchange(0, "recv[0]", "flat_grad[0]")
                                                           accumulate(0, "staging[0]", "recv[0]")
                                                           copy_to_host(0, "host[0]", "staging[0]")
 
@@ -48,7 +47,7 @@ _Chain = list[tuple[fx.Node, BucketOp]]
 
 def run(graph: fx.Graph, plan: Plan) -> fx.Graph:
     new = copy_graph(graph)
-    if plan.offload is None or any(isinstance(op, CopyToHost) for _, op in ops(new)):
+    if plan.offload is None:
         return new
     chains = _chains(new)
     if plan.offload.accumulates_on_host:
@@ -98,4 +97,4 @@ def insert_landing(graph: fx.Graph, plan: Plan, after: fx.Node, bucket: int, k: 
     put_after(graph, after, snapshot, CopyToHost(bucket, Buffer("host", bucket), staging))
 
 
-PASS = Pass("offload_gradients", run, requires=frozenset({"reductions"}), provides=frozenset({"copies"}))
+PASS = Pass("offload_gradients", run, requires=frozenset({"reductions"}))

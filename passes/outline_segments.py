@@ -189,4 +189,4 @@ def _canonical(
     return module
 
 
-PASS = Pass("outline_segments", run, provides=frozenset({"segments"}))
+PASS = Pass("outline_segments", run)

@@ -10,7 +10,6 @@ from zc.passes import (
     outline_segments,
     place_on_streams,
     reduce_buckets,
-    signal_peers,
     tag_gradients,
     verify,
     window_weights,
@@ -25,7 +24,7 @@ def pipeline(*, in_place: bool, prove: bool = True, windows: bool = False) -> tu
     passes = [tag_gradients.PASS, bucket_gradients.PASS]
     if in_place:
         passes.append(write_in_place.PASS)
-    passes += [reduce_buckets.PASS, offload_gradients.PASS, signal_peers.PASS, keep_fusions.PASS]
+    passes += [reduce_buckets.PASS, offload_gradients.PASS, keep_fusions.PASS]
     if windows:
         passes.append(window_weights.PASS)
     return scheduling(*passes, outline_segments.PASS, prove=prove)

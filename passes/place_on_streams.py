@@ -4,7 +4,7 @@ Before and after (the stream in front, as `zc.schedule.nodes.text` prints it)::
 
     segment("segment_0", %x)                                  compute | segment("segment_0", %x)
     flatten_cast(0, "flat_grad[0]", (0,), [%g])        ->     compute | flatten_cast(0, "flat_grad[0]", (0,), [%g])
-    launch_reduce(0, "recv[0]", "flat_grad[0]")                  comm | launch_reduce(0, "recv[0]", "flat_grad[0]")
+    exchange(0, "recv[0]", "flat_grad[0]")                       comm | exchange(0, "recv[0]", "flat_grad[0]")
 
 Placeholders, getitems and the output get none. Without ``plan.overlap`` communication runs on compute. Copies and the
 processor's work keep their streams, since the processor must be able to wait for a single copy. Where a plan reduces
@@ -19,7 +19,7 @@ from zc.passes.base import Pass, copy_graph
 from zc.planning.plan import Plan
 from zc.schedule.buffer import COMM, COMM_HOST, COMPUTE
 from zc.schedule.nodes import ops
-from zc.schedule.spec import Op, ReduceRows, Signal
+from zc.schedule.spec import Op, ReduceRows
 
 
 def run(graph: fx.Graph, plan: Plan) -> fx.Graph:
@@ -34,8 +34,7 @@ def _stream(op: Op, plan: Plan) -> str:
         return op.stream
     if not plan.overlap:
         return COMPUTE
-    in_memory = isinstance(op, ReduceRows) or (isinstance(op, Signal) and not op.buffer.holds_weights)
-    return COMM_HOST if in_memory and plan.reduces_twice else COMM
+    return COMM_HOST if isinstance(op, ReduceRows) and plan.reduces_twice else COMM
 
 
 PASS = Pass("place_on_streams", run, provides=frozenset({"streams"}))

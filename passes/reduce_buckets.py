@@ -4,8 +4,7 @@ update.
 Stage 2, bucket 2 in ring buffer 0::
 
     flatten_cast(2, "flat_grad[0]", ...)    ->    flatten_cast(2, "flat_grad[0]", ...)
-                                                  %w = launch_reduce(2, "recv[0]", "flat_grad[0]")
-                                                  wait_reduce(2, %w, "recv[0]", "flat_grad[0]")
+                                                  exchange(2, "recv[0]", "flat_grad[0]")
                                                   accumulate(2, "acc[2]", "recv[0]")
 
 Ranks that read each other's memory have one node instead, ``reduce_rows(2, "acc[2]", "flat_grad[0]")``.
@@ -14,21 +13,17 @@ Where a host or a replica (a mesh of two dimensions) has several ranks, a second
 one, by either way, sums over these ranks into a ``host_sum``; the second one sends that sum, between the ranks of one
 number on all hosts or between the replicas of one shard::
 
-    reduce_rows(2, "host_sum[0]", "flat_grad[0]")     or     %w = launch_reduce(2, "recv[0]", "flat_grad[0]")
-                                                             wait_reduce(2, %w, "recv[0]", "flat_grad[0]")
+    reduce_rows(2, "host_sum[0]", "flat_grad[0]")     or     exchange(2, "recv[0]", "flat_grad[0]")
                                                              accumulate(2, "host_sum[0]", "recv[0]")
-    %w_1 = launch_reduce(2, "recv[0]", "host_sum[0]")
-    wait_reduce(2, %w_1, "recv[0]", "host_sum[0]")
+    exchange(2, "recv[0]", "host_sum[0]")
     accumulate(2, "acc[2]", "recv[0]")
 
 Where the ranks of a host exchange messages instead (GPUs, say), the first level sums in place: the start of the buffer
 that was sent holds the sum, and the second level sends that. So two levels need no buffer that one does not::
 
-    %w = launch_reduce(2, "recv[0]", "flat_grad[0]", among="host")
-    wait_reduce(2, %w, "recv[0]", "flat_grad[0]", among="host")
+    exchange(2, "recv[0]", "flat_grad[0]", among="host")
     accumulate(2, "flat_grad[0]", "recv[0]", among="host")
-    %w_1 = launch_reduce(2, "recv[0]", "flat_grad[0]")
-    wait_reduce(2, %w_1, "recv[0]", "flat_grad[0]")
+    exchange(2, "recv[0]", "flat_grad[0]")
     accumulate(2, "acc[2]", "recv[0]")
 
 Where gradients leave a host in 8 bits (`zc.planning.wire`), each rank encodes them before the launch, and decodes the
@@ -36,8 +31,7 @@ rows that it sums::
 
     flatten_cast(2, "flat_grad[0]", ...)    ->    flatten_cast(2, "flat_grad[0]", ...)
                                                   quantise(2, "wire[0]", "flat_grad[0]")
-                                                  %w = launch_reduce(2, "recv[0]", "wire[0]")
-                                                  wait_reduce(2, %w, "recv[0]", "wire[0]")
+                                                  exchange(2, "recv[0]", "wire[0]")
                                                   accumulate_quantised(2, "acc[2]", "recv[0]")
 
 Stage 1 sends the accumulator itself. The pass leaves alone a bucket of which this graph writes only some slots: the
@@ -53,16 +47,14 @@ from torch import fx
 from zc.passes.base import Pass, copy_graph
 from zc.planning.plan import NUM_HOST_SUMS, Plan
 from zc.schedule.buffer import Buffer
-from zc.schedule.nodes import op_of, ops, put_after
+from zc.schedule.nodes import ops, put_after
 from zc.schedule.spec import (
     WITHIN_HOST,
     Accumulate,
     AccumulateQuantised,
-    LaunchReduce,
+    Exchange,
     Quantise,
     ReduceRows,
-    Role,
-    WaitReduce,
     Write,
 )
 
@@ -78,7 +70,7 @@ def run(graph: fx.Graph, plan: Plan) -> fx.Graph:
             last.pop(op.bucket, None)
             last[op.bucket] = node
             writes.setdefault(op.bucket, []).append(op)
-    complete = [b for b in last if is_complete(writes[b], plan) and not _is_reduced(last[b])]
+    complete = [b for b in last if is_complete(writes[b], plan)]
     for k, bucket in enumerate(complete):
         insert_reduction(new, plan, last[bucket], bucket, k)
     return new
@@ -118,15 +110,8 @@ def _exchange(
     if is_encoded:
         wire = Buffer("wire", 0)
         after, src = put_after(graph, after, Quantise(bucket, wire, src)), wire
-    work = put_after(graph, after, LaunchReduce(bucket, recv, src, among))
     add = AccumulateQuantised(bucket, dst, recv) if is_encoded else Accumulate(bucket, dst, recv, among)
-    return put_after(graph, work, WaitReduce(bucket, work, recv, src, among), add)
-
-
-def _is_reduced(write: fx.Node) -> bool:
-    """Whether a reduction follows already: a second run of the pass then changes nothing."""
-    following = op_of(write.next)
-    return following is not None and following.role is Role.REDUCTION
+    return put_after(graph, after, Exchange(bucket, recv, src, among), add)
 
 
 PASS = Pass("reduce_buckets", run, requires=frozenset({"writes"}), provides=frozenset({"reductions"}))

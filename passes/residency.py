@@ -1,4 +1,4 @@
-"""Part (g) of the proof, of stage 3: weights are there while they are read, within the cap.
+"""Part (d) of the proof, of stage 3: weights are there while they are read, within the cap.
 
 It walks two kinds of graphs in the order of issue. Part (a) shows that the streams keep that order: gathers write the
 bytes that reads and frees read.
@@ -31,13 +31,13 @@ from zc.planning.layout import ALIGN_NBYTES
 from zc.planning.plan import MOVED, Plan
 from zc.schedule.buffer import MAIN, Buffer
 from zc.schedule.nodes import item_of, results, stream_of
-from zc.schedule.spec import Cast, Deposit, FreeWeights, GatherShards, Op, ReadWeights, Segment, TakeWeights
+from zc.schedule.spec import Cast, Deposit, FreeWeights, GatherWeights, Op, ReadWeights, Segment, TakeWeights
 
 if TYPE_CHECKING:
     from zc.passes._order import Order
 
 
-def check(order: Order, plan: Plan | None) -> list[str]:
+def check(order: Order, plan: Plan) -> list[str]:
     """The faults, as texts that name the bucket, the use and the extents."""
     return _Arena(order, plan).faults + _Windows(order, plan).faults
 
@@ -45,7 +45,7 @@ def check(order: Order, plan: Plan | None) -> list[str]:
 class _Arena:
     """The buckets that are alive in an arena, gather by gather."""
 
-    def __init__(self, order: Order, plan: Plan | None) -> None:
+    def __init__(self, order: Order, plan: Plan) -> None:
         self.plan = plan
         self.faults: list[str] = []
         self._alive: dict[tuple[Buffer, int], tuple[str, int, int]] = {}  # buffer, bucket -> gather, start, stop
@@ -53,7 +53,7 @@ class _Arena:
         self._num_uses = 0
         self._uses: tuple[tuple[int, ...], ...] | None = order.nodes[-1].meta.get("uses")
         for node, op in zip(order.nodes, order.ops, strict=True):
-            if isinstance(op, GatherShards) and op.dst.kind == "arena":
+            if isinstance(op, GatherWeights) and op.dst.kind == "arena":
                 self._gather(node, op)
             elif isinstance(op, ReadWeights):
                 self._read(node, op)
@@ -66,7 +66,7 @@ class _Arena:
         if self._uses is not None and self._num_uses != len(self._uses):
             self.faults.append(f"the schedule has {self._num_uses} uses, and the pass {len(self._uses)}")
 
-    def _gather(self, node: fx.Node, op: GatherShards) -> None:
+    def _gather(self, node: fx.Node, op: GatherWeights) -> None:
         place = f"bucket {op.bucket} into {op.dst} {_range(op.start, op.stop)}"
         if (op.dst, op.bucket) in self._alive:
             name, *extent = self._alive[op.dst, op.bucket]
@@ -78,12 +78,11 @@ class _Arena:
                 self.faults.append(f"{node.name} gathers {place}, and {other}")
         if op.start < 0 or op.start % ALIGN_NBYTES:
             self.faults.append(f"{node.name} gathers {place}, which starts at no multiple of {ALIGN_NBYTES} bytes")
-        if self.plan is not None:
-            nbytes, cap = self.plan.bucket(op.bucket).nbytes, self.plan.weight_cap
-            if op.stop - op.start != nbytes:
-                self.faults.append(f"{node.name} gathers {place}, and its weights have {nbytes} bytes")
-            if op.stop > cap:
-                self.faults.append(f"{node.name} gathers {place}, and weight_nbytes allows {cap} bytes")
+        nbytes, cap = self.plan.bucket(op.bucket).nbytes, self.plan.weight_cap
+        if op.stop - op.start != nbytes:
+            self.faults.append(f"{node.name} gathers {place}, and its weights have {nbytes} bytes")
+        if op.stop > cap:
+            self.faults.append(f"{node.name} gathers {place}, and weight_nbytes allows {cap} bytes")
         self._alive[op.dst, op.bucket] = (node.name, op.start, op.stop)
 
     def _read(self, node: fx.Node, op: ReadWeights) -> None:
@@ -121,7 +120,7 @@ def _range(start: int, stop: int) -> str:
 class _Windows:
     """Which window each value of a graph belongs to."""
 
-    def __init__(self, order: Order, plan: Plan | None) -> None:
+    def __init__(self, order: Order, plan: Plan) -> None:
         self.faults: list[str] = []
         self._window: fx.Node | None = None  # the take of the present one
         self._of: dict[fx.Node, fx.Node] = {}  # a parameter, or what shares storage with one -> the take of its window
@@ -143,15 +142,13 @@ class _Windows:
         if self._window is not None and takes[self._window].places:
             self.faults.append(f"the window of {self._window.name} is never ended: a take without places has to")
 
-    def _open(self, node: fx.Node, op: TakeWeights, plan: Plan | None) -> None:
+    def _open(self, node: fx.Node, op: TakeWeights, plan: Plan) -> None:
         self._window = node
         if stream_of(node) != MAIN:
             self.faults.append(f"{node.name} takes weights on {stream_of(node)}; graphs read on {MAIN}")
         for item in results(node):
             if item_of(item) >= len(op.places):
                 self.faults.append(f"%{item.name} is item {item_of(item)} of {node.name}, which has {len(op.places)}")
-        if plan is None:
-            return
         names = {b.index: [s.name for s in b.slots] for b in plan.with_weights}
         for bucket, slot in op.places:
             if not (bucket in names and 0 <= slot < len(names[bucket]) and names[bucket][slot] != MOVED):

@@ -7,17 +7,14 @@ elements conflict if one of them writes; happens-before is program order on a st
     (b) necessary     without any one wait, some conflict would not be
     (c) exactly once  a gradient that the graph owes is written once and in full, before its bucket's one reduction,
                       which enters the accumulator once; or it is deposited, for the flush that owes it then
-    (d) completion    each launch has one, and nothing touches its buffers in between
-    (e) release       a value that crosses streams is released once, on its own stream, after all its uses
-    (f) across ranks  no rank writes memory that another one reads, by signals that are all needed
-    (g) residency     gathered weights are there while they are read, in bytes of their own, within the cap (stage 3)
+    (d) residency     gathered weights are there while they are read, in bytes of their own, within the cap (stage 3)
 
 Before and after: a proved schedule comes back equal. One that isn't raises, here with ``wait_event("e0")`` deleted::
 
-    compute | flatten_cast(0, "flat_grad[0]", ...)         RaceError: flat_grad[0] is written by flatten_cast on compute
-       comm | launch_reduce(0, "recv[0]", "flat_grad[0]")  and read by launch_reduce on comm, and nothing orders them
+    compute | flatten_cast(0, "flat_grad[0]", ...)     RaceError: flat_grad[0] is written by flatten_cast on compute
+       comm | exchange(0, "recv[0]", "flat_grad[0]")   and read by exchange on comm, and nothing orders them
 
-A schedule on one stream has nothing to wait for; (c) to (g) are still checked. `zc.passes._order` has the clocks. The
+A schedule on one stream has nothing to wait for; (c) and (d) are still checked. `zc.passes._order` has the clocks. The
 cost is near-linear: one walk, and for each wait the steps whose clock it changes, as a rule one.
 """
 
@@ -28,13 +25,13 @@ from dataclasses import dataclass
 from torch import fx
 
 from zc.errors import RaceError
-from zc.passes import across_ranks, exactly_once, residency
+from zc.passes import exactly_once, residency
 from zc.passes._order import Obligation, Order
 from zc.passes.base import Pass, copy_graph
 from zc.planning.plan import Plan
 from zc.schedule.buffer import COPY, HOST, carried_by, carried_event
-from zc.schedule.nodes import kind_of, shared_buffers, steps, stream_of, summary
-from zc.schedule.spec import Event, Release, Sync, WaitEvent
+from zc.schedule.nodes import kind_of, maker, shared_buffers, steps, stream_of, summary
+from zc.schedule.spec import Event, Sync, WaitEvent
 
 
 @dataclass(frozen=True)
@@ -64,13 +61,13 @@ class Findings:
         return bool(self.races or self.redundant or self.faults)
 
 
-def verify(graph: fx.Graph, plan: Plan | None = None) -> Verdict:
+def verify(graph: fx.Graph, plan: Plan) -> Verdict:
     """Proves a schedule. Raises RaceError naming both nodes, their streams and the buffer, or the wait that nothing
     needs, or the gradient that does not arrive once.
 
-    With ``plan``, the proof knows the buffers that other schedules under it share, and compares slots with its layouts.
-    Every schedule that zc has made has its debt on its output, ``meta["debt"]``. For one made by hand without it, (c)
-    says that nothing arrives twice or in parts, and does not see a gradient that is missing altogether.
+    The plan says which buffers other schedules share, and where slots lie. Every schedule that zc has made has its debt
+    on its output, ``meta["debt"]``. For one made by hand without it, (c) says that nothing arrives twice or in parts,
+    and does not see a gradient that is missing altogether.
     """
     findings = examine(graph, plan)
     if findings:
@@ -78,7 +75,7 @@ def verify(graph: fx.Graph, plan: Plan | None = None) -> Verdict:
     return Verdict(**summary(graph))
 
 
-def examine(graph: fx.Graph, plan: Plan | None = None) -> Findings:
+def examine(graph: fx.Graph, plan: Plan) -> Findings:
     """Everything that `verify` would refuse, without raising."""
     output = graph.output_node()
     order = Order([*steps(graph), output], shared_buffers(graph, plan))
@@ -90,13 +87,10 @@ def examine(graph: fx.Graph, plan: Plan | None = None) -> Findings:
     ]
     faults = [f"{stream_of(n)} waits for {event}, which no node before records" for n, event in order.unrecorded]
     races += _carried(order)
-    faults += exactly_once.check(order, plan, output.meta.get("debt")) + _released(order) + _misplaced(order)
+    faults += exactly_once.check(order, plan, output.meta.get("debt")) + _misplaced(order)
     faults += residency.check(order, plan)
-    between, redundant = across_ranks.check(order, plan)
-    races += between
-    if races:
-        redundant = []
-    else:
+    redundant: list[str] = []
+    if not races:
         waits = [(k, op.event) for k, op in enumerate(order.ops) if isinstance(op, WaitEvent)]
         # the carried ones last: where either of two could go, the one inside this schedule is what stalls it
         for k, event in sorted(waits, key=lambda wait: carried_by(wait[1]) is not None):
@@ -121,32 +115,18 @@ def _carried(order: Order) -> list[str]:
 
 
 def _misplaced(order: Order) -> list[str]:
-    """Host memory is touched by the processor and by copies on the copy stream: whose events it can wait for."""
+    """Host memory is touched by the processor and by copies on the copy stream: whose events it can wait for. A value
+    is used on the stream that made it, whose allocations may reuse its storage after the last use there."""
     faults: list[str] = []
     for node, op in zip(order.nodes, order.ops, strict=True):
+        stream = stream_of(node)
+        for used in node.all_input_nodes:
+            if (owner := stream_of(maker(used))) != stream:
+                faults.append(f"%{used.name} of {owner} is used by {kind_of(node)} ({node.name}) on {stream}")
         if op is None or isinstance(op, Sync):
             continue
-        stream = stream_of(node)
         if stream != op.stream and (op.stream in (HOST, COPY) or stream == HOST):
             faults.append(f"{kind_of(node)} ({node.name}) can't be on {stream}")
-    return faults
-
-
-def _released(order: Order) -> list[str]:
-    faults: list[str] = []
-    released: dict[fx.Node, fx.Node] = {}
-    for node, op in zip(order.nodes, order.ops, strict=True):
-        for used in node.all_input_nodes:
-            if used in released:
-                faults.append(f"{node.name} uses %{used.name} after {released[used].name} releases it")
-        if isinstance(op, Release):
-            released.update(dict.fromkeys(op.values, node))
-    returned = set(order.nodes[-1].all_input_nodes)
-    for value, owner in order.crossing():
-        if value in released and stream_of(released[value]) != owner:
-            faults.append(f"%{value.name} of {owner} is released on {stream_of(released[value])}")
-        if value not in released and value not in returned:
-            faults.append(f"%{value.name} of {owner} is used on other streams and never released")
     return faults
 
 

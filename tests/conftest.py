@@ -26,6 +26,8 @@ for folder in (HERE, *(HERE / name for name in ("cuda", "distributed", "engine",
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
 
+from crashed_workers import pytest_xdist_make_scheduler  # noqa: E402, F401  (a hook of pytest's)
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """Compiled code of this run, for all of its processes: xdist's workers are started later, with this environment."""

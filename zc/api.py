@@ -28,6 +28,7 @@ from zc.engine.runtime import Runtime
 from zc.engine.sharded_weights import ShardedWeights
 from zc.engine.streams import make_streams
 from zc.engine.unset import Unset
+from zc.errors import ZcError
 from zc.fill import broadcast_rest, fill, restore, snapshot
 from zc.meta import place
 from zc.optim import methods
@@ -38,7 +39,7 @@ from zc.planning.blocks import find_singles, matrices_around
 from zc.prepare import Request, fingerprint, notes_of, resolve
 from zc.ranks.group import Group
 from zc.ranks.mesh import ranks_of
-from zc.registry import COMPILED, sharded
+from zc.registry import COMPILED, is_ours, sharded
 
 
 def compile(  # noqa: A001  (the name users know from torch.compile)
@@ -164,6 +165,7 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
             if unset_params:
                 check_shards_fit(request.plan)
             stock_state.install()  # of a library that all models share: before anything of this model changes
+            torch_private.let_unscale_fp16(is_ours)
         ranks.same_everywhere(
             "the model or an option",
             fingerprint(model, request.config, request.assignment),
@@ -217,7 +219,24 @@ def make_call(module: nn.Module, runtime: Runtime, sync: BufferSync | None = Non
         call = torch_private.call_after(sync.before_forward, call or torch_private.plain_call(module))
     if isinstance(runtime.weights, ShardedWeights):
         call = forward_of(runtime.weights.passes, call or torch_private.plain_call(module))
-    return call
+    return call if call is None or config.backend == "eager" else _naming_limits(call)
+
+
+def _naming_limits(call: Callable[..., Any]) -> Callable[..., Any]:
+    """``call``, whose compiled code has no forward-mode derivative: the error names the backend that has one."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return call(*args, **kwargs)
+        except NotImplementedError as error:
+            if not torch_private.lacks_forward_mode(error):
+                raise
+            raise ZcError(
+                "torch.autograd.forward_ad through this model: what torch.compile has compiled has no forward-mode "
+                'derivative. Give zc.compile backend="eager", or use torch.func.jvp, which runs the model uncompiled'
+            ) from error
+
+    return run
 
 
 def _undo_on_failure(undo: contextlib.ExitStack, request: Request, runtime: Runtime) -> None:

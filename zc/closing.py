@@ -50,6 +50,7 @@ def close(model: nn.Module) -> None:
             runtime.streams.synchronize()
             runtime.weights.synchronize()
             if isinstance(runtime.weights, ShardedWeights):
+                runtime.weights.adopt_writes()
                 sharded = [bucket.index for bucket in runtime.plan.sharded]
                 runtime.weights.whole.make(sharded, is_exact=True)
         runtime.group.close()
@@ -65,7 +66,7 @@ def _make_plain(model: nn.Module, compiled: ShardedModel) -> None:
     restore(compiled.runtime, {name: param.dtype for name, param in compiled.runtime.placed.items()})
     for sharded_optimizer in compiled.optimizers:
         sharded_optimizer.let_go()
-        methods.restore(sharded_optimizer.optimizer)
+        methods.restore(sharded_optimizer)
         sharded_optimizer.optimizer.register_step_pre_hook(_refuse)
 
 

@@ -6,8 +6,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
+from torch import nn
 
 from zc.config import Config
+from zc.devices import free_nbytes
 from zc.errors import PlanError
 from zc.machine import available_nbytes, ranks_on_this_host
 from zc.optim.assignment import Assignment
@@ -83,6 +85,22 @@ def check_plan(plan: Plan) -> None:
         )
 
 
+def check_scripts(model: nn.Module, plan: Plan) -> None:
+    """Raises PlanError for a module of TorchScript with parameters whose bytes come when Python code reads them."""
+    names = {param: name for name, param in model.named_parameters()}
+    for name, module in model.named_modules():
+        if not isinstance(module, torch.jit.ScriptModule):
+            continue
+        own = {names[param] for param in module.parameters()}
+        why = plan.why_sharded if own & plan.sharded_names else "overlap_gather=True" if plan.overlap_gather else None
+        if own and why is not None:
+            raise PlanError(
+                f"{name or 'the model'} was made by torch.jit.script or torch.jit.trace, so its code in C++ reads "
+                f"parameters before zc can bring them, as {why} must: leave the option out, or take the module as it "
+                "was before torch.jit"
+            )
+
+
 def check_shards_fit(plan: Plan) -> None:
     """For a model on meta. Raises PlanError unless this rank's shards fit, with the gathered weights of one unit."""
     device = plan.buckets[0].device
@@ -90,10 +108,10 @@ def check_shards_fit(plan: Plan) -> None:
     counted = ("weight", "frozen", "master_shard", "arena")
     needed: dict[str, int] = {kind: kinds[kind] for kind in counted if kind in kinds}
     advice = "use more ranks, a smaller bucket_nbytes or weight_nbytes, or offload='cpu'"
-    if device.type == "cuda":
-        check_room("stage=3", needed, 1, torch.cuda.mem_get_info(device)[0], advice)
-    elif device.type == "cpu":
+    if device.type == "cpu":
         check_room("stage=3", needed, ranks_on_this_host(plan.world_size), available_nbytes(), advice)
+    else:
+        check_room("stage=3", needed, 1, free_nbytes(device), advice)
 
 
 def check_host(plan: Plan, assignment: Assignment) -> None:

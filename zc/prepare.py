@@ -12,6 +12,7 @@ from torch import nn
 from zc import kernels
 from zc.checks import check_model, check_module, check_optimizers, owners_of, shardable
 from zc.config import Config
+from zc.devices import is_cuda
 from zc.engine import param_grads
 from zc.errors import PlanError
 from zc.machine import note_of_connections
@@ -20,7 +21,7 @@ from zc.optim.assignment import Assignment, optimizers_in
 from zc.optim.kinds import ELEMENTWISE, is_elementwise, note_of, rule_of, try_out
 from zc.optim.param_writes import note_of_shared
 from zc.optim.trials import state_keys
-from zc.plan_checks import check_encodings, check_host, check_plan, check_replicas
+from zc.plan_checks import check_encodings, check_host, check_plan, check_replicas, check_scripts
 from zc.planning.blocks import BlockKind, find_kinds
 from zc.planning.frozen import with_frozen
 from zc.planning.layout import Rule, own_strides
@@ -69,6 +70,7 @@ def resolve(model: nn.Module, optimizer: Any, options: Mapping[str, Any], ranks:
     check_replicas(config, ranks.num_replicas)
     plan = plan_of(model, assignment, config, ranks)
     check_plan(plan)
+    check_scripts(model, plan)
     if plan.offload is not None:
         check_host(plan, assignment)
     return Request(model, config, assignment, plan, _open_state_file(config, ranks.rank, plan, assignment))
@@ -96,7 +98,7 @@ def notes_of(request: Request, ranks: Group) -> list[str]:
         )
     if not request.config.verify:
         notes.append("verify=False: schedules run without their proof")
-    if device.type == "cuda" and plan.overlap and ranks.world_size > 1:
+    if is_cuda(device) and plan.overlap and ranks.world_size > 1:
         notes.append(note_of_connections())
     return [note for note in notes if note is not None]
 

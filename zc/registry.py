@@ -6,8 +6,10 @@ import weakref
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from zc.errors import PlanError
+from zc.optim.assignment import innermost
 
 if TYPE_CHECKING:
     from zc.optim.model import ShardedModel
@@ -25,6 +27,12 @@ def sharded(model: nn.Module) -> ShardedModel:
     return sharded_model
 
 
+def is_ours(optimizer: Optimizer) -> bool:
+    """Whether a compiled model has this optimizer, or the one that it wraps."""
+    inside = innermost(optimizer)
+    return any(one.optimizer is inside for each in COMPILED.values() for one in each.optimizers)
+
+
 def persistent_nbytes(model: nn.Module) -> dict[str, int]:
     """Bytes that this rank holds for the model, by kind, counted from the tensors themselves.
 
@@ -33,7 +41,7 @@ def persistent_nbytes(model: nn.Module) -> dict[str, int]:
     sharded_model = sharded(model)
     runtime = sharded_model.runtime
     nbytes = runtime.buffers.nbytes()
-    by_param = [state for optimizer in sharded_model.optimizers for state in optimizer.optimizer.state.values()]
+    by_param = [state for optimizer in sharded_model.optimizers for state in optimizer.local.state.values()]
     states = [v for state in by_param if isinstance(state, dict) for v in state.values() if isinstance(v, Tensor)]
     whole = sum(param.nbytes for name, param in runtime.frozen.items() if name not in runtime.placed)
     if whole:

@@ -14,7 +14,6 @@ import functools
 import inspect
 import itertools
 import os
-import sys
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -187,10 +186,12 @@ def own_storage(part: torch.Tensor) -> torch.Tensor:
 
     Relies on ``from_dlpack`` making a new storage, whose deleter holds ``part``, so the memory lives as long as either
     (the standard's ownership; 2.11 to 2.15). ``Tensor.__dlpack__`` refuses a tensor of a CUDA device that is not the
-    current one. The tensor is passed as bytes, because DLPack lacks some dtypes.
+    current one, and one of a device that a package adds to torch: ``to_dlpack`` takes all. The tensor is passed as
+    bytes, because DLPack lacks some dtypes.
     """
-    with torch.cuda.device_of(part):  # type: ignore[no-untyped-call]
-        content: torch.Tensor = torch.utils.dlpack.from_dlpack(part.detach().view(torch.uint8))
+    with torch.accelerator.device_index(None if part.device.type == "cpu" else part.device.index):
+        capsule = torch.utils.dlpack.to_dlpack(part.detach().view(torch.uint8))  # type: ignore[attr-defined]
+        content: torch.Tensor = torch.utils.dlpack.from_dlpack(capsule)
     return content.view(part.dtype)
 
 
@@ -219,6 +220,21 @@ def hook_functions() -> frozenset[Any]:
     return frozenset([*accessors, of_class.register_hook, of_class.register_post_accumulate_grad_hook])
 
 
+def lacks_forward_mode(error: NotImplementedError) -> bool:
+    """Whether dual numbers met an autograd function without a ``jvp``, such as all of AOTAutograd's. (The text of the
+    error in torch/csrc/autograd/custom_function.cpp, 2.11 to 2.15.)"""
+    return "implement the jvp function" in str(error)
+
+
+def outside_of_func_transforms() -> contextlib.AbstractContextManager[object]:
+    """Inside, no grad, jvp or vmap of torch.func runs: they refuse writes to tensors that they do not know.
+    (torch._functorch.pyfunctorch: what torch itself uses to look at tensors inside of a transform; 2.11 to 2.15.)"""
+    from torch._functorch import pyfunctorch
+
+    context: contextlib.AbstractContextManager[object] = pyfunctorch.temporarily_clear_interpreter_stack()
+    return context
+
+
 def storage_number(tensor: torch.Tensor) -> int:
     """Equal for tensors that share a storage, while it lives, whether or not it has bytes. (``UntypedStorage._cdata``,
     the address of the C++ object, 2.11 to 2.15.)"""
@@ -230,6 +246,17 @@ def num_sharing(tensor: torch.Tensor) -> int:
     """How many tensors, arrays and the like hold the storage of ``tensor``, itself and one more counted. (torch._C:
     what torch's CUDA-graph trees ask before they reuse memory; 2.11 to 2.15.)"""
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+
+def is_saved(param: torch.nn.Parameter) -> bool:
+    """Whether an autograd graph has saved ``param`` itself, not a view of it, for a backward that has not freed it.
+
+    Relies on ``Tensor._use_count``, the references of C++: one for all of Python's, one of the node that accumulates
+    its gradient, and one for each operation that has saved it (2.11 to 2.15).
+    """
+    with torch.inference_mode(False), without_torch_function():
+        node = torch.autograd.graph.get_gradient_edge(param).node if param.requires_grad else None
+        return bool(param._use_count() > 1 + (node is not None))  # type: ignore[attr-defined, unused-ignore]
 
 
 _CUT_TAG = 0x7A64  # of a receive that no rank answers
@@ -678,11 +705,23 @@ def with_forward_metadata(metadata: Any) -> Iterator[None]:
 def written_inputs() -> list[int]:
     """Positions among the inputs of a backend's graph that the graph writes in place, inside an inner compiler.
 
-    Relies on ``TracingContext.fw_metadata.input_info[i].mutates_data``, whose inputs are in the order of
-    ``PlainAOTInput`` (2.11 to 2.15).
+    Relies on ``TracingContext.fw_metadata.input_info[i].mutates_data`` and ``mutates_storage_metadata`` (``param.data =
+    ...``), whose inputs are in the order of ``PlainAOTInput`` (2.11 to 2.15).
     """
     metadata = forward_metadata()
-    return [] if metadata is None else [k for k, info in enumerate(metadata.input_info) if info.mutates_data]
+    inputs = [] if metadata is None else enumerate(metadata.input_info)
+    return [k for k, info in inputs if info.mutates_data or info.mutates_storage_metadata]
+
+
+def returned_inputs() -> list[int]:
+    """Positions among the inputs of a backend's graph of which it returns views, inside an inner compiler. AOTAutograd
+    makes these views anew of what the graph is called with.
+
+    Relies on ``TracingContext.fw_metadata.output_info[i]``: ``output_type.name`` and ``base_idx`` (2.11 to 2.15).
+    """
+    metadata = forward_metadata()
+    outputs = [] if metadata is None else metadata.output_info
+    return sorted({info.base_idx for info in outputs if info.output_type.name in ("alias_of_input", "is_input")})
 
 
 @contextlib.contextmanager
@@ -707,21 +746,28 @@ def apart_from_the_whole(donated: Sequence[int]) -> Iterator[None]:
         context.output_strides = strides  # type: ignore[union-attr]
 
 
-def bare_copy(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The same class and options without parameters, state and hooks, to try an update. It has copies of the object's
-    lists, dicts, sets and small tensors, and shares its other attributes.
+def bare_copy(
+    optimizer: torch.optim.Optimizer, cls: type[torch.optim.Optimizer] | None = None
+) -> torch.optim.Optimizer:
+    """The same class (or ``cls``) and options without parameters, state and hooks, to try an update. It has copies of
+    the object's lists, dicts, sets and small tensors, and shares its other attributes.
 
-    Relies on hooks standing in attributes that begin with ``_optimizer_``, on schedulers setting ``step`` on the object
-    itself, and on ``Optimizer.__setstate__`` making what is missing (torch 2.11 to 2.15).
+    Relies on hooks standing in attributes that begin with ``_optimizer_``, and on ``Optimizer.__setstate__`` making
+    what is missing (torch 2.11 to 2.15). Methods that zc and schedulers have set on the object are left out.
     """
-    left_out = {"state", "param_groups", "step", "zero_grad", "add_param_group", "_opt_called"}
-    attributes = {k: v for k, v in vars(optimizer).items() if k not in left_out and not k.startswith("_optimizer_")}
+    cls, left_out = cls or type(optimizer), {"state", "param_groups", "_opt_called"}
+    attributes = {
+        key: value
+        for key, value in vars(optimizer).items()
+        if key not in left_out and not key.startswith("_optimizer_")
+        and not (callable(value) and callable(getattr(cls, key, None)))
+    }
     for name, item in attributes.items():
         if isinstance(item, (list, dict, set)):
             attributes[name] = copy.copy(item)
         elif isinstance(item, torch.Tensor) and item.numel() <= 4096:
             attributes[name] = item.clone()
-    bare = object.__new__(type(optimizer))
+    bare = object.__new__(cls)
     bare.__setstate__({**attributes, "state": collections.defaultdict(dict), "param_groups": []})
     return bare
 
@@ -743,31 +789,49 @@ def watching_collectives(call: Callable[[str], None]) -> contextlib.AbstractCont
     return _Watching(call)
 
 
-def is_nested_step(optimizer: torch.optim.Optimizer) -> bool:
-    """From a step hook: whether the step that runs it was called by another step of this optimizer that has not ended.
+# attributes of an Optimizer: its hooks around step, each an OrderedDict by handle id (2.11 to 2.15)
+STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
-    torch wraps the ``step`` of every class that has an instance, and the wrapper runs the object's hooks. If the
-    process also has an optimizer of the parent class, ``super().step()`` runs the hooks again in the middle of the
-    update.
 
-    Looks at the stack and keeps no frame of it: a frame keeps the caller's variables, so after a step that raised the
-    model would live on. Relies on hooks being called by torch's wrapper around ``step``, whose ``self`` is the
-    optimizer or an object with its ``__dict__`` (2.11 to 2.15).
+class _HooksBetween(collections.OrderedDict[int, Any]):
+    """An optimizer's step hooks, with one before and one after all others, whenever those are registered. Handles from
+    before remove their hooks from ``earlier``, later ones from this dict."""
+
+    def __init__(self, earlier: Any, first: Any, last: Any) -> None:
+        super().__init__()
+        self.earlier, self.first, self.last = earlier, first, last
+
+    def others(self) -> list[Any]:
+        return [*self.earlier.values(), *super().values()]
+
+    def values(self) -> list[Any]:  # type: ignore[override]  # torch iterates over it
+        return [hook for hook in (self.first, *self.others(), self.last) if hook is not None]
+
+
+def surround_step(optimizer: torch.optim.Optimizer, begin: Any, last: Any, first: Any) -> Callable[[], None]:
+    """Registers three step hooks: ``begin`` before all other pre-hooks, ``last`` after them, and ``first`` before all
+    other post-hooks, whenever those others are registered. Returns a function that removes them.
+
+    Relies on torch's wrapper around ``step`` calling what ``values()`` of `STEP_HOOKS` has, with the optimizer itself,
+    and passing to ``step`` the arguments that the last pre-hook has returned (2.11 to 2.15).
     """
-    wrapper = sys._getframe(2)
-    frame = wrapper.f_back
-    while frame is not None:
-        if frame.f_code is wrapper.f_code and frame.f_locals["self"].__dict__ is optimizer.__dict__:
-            return True
-        frame = frame.f_back
-    return False
+    around = [(begin, last), (first, None)]
+    for name, (before, after) in zip(STEP_HOOKS, around, strict=True):
+        setattr(optimizer, name, _HooksBetween(getattr(optimizer, name), before, after))
+
+    def remove() -> None:
+        for name in STEP_HOOKS:
+            hooks = getattr(optimizer, name)
+            if isinstance(hooks, _HooksBetween):
+                hooks.first = hooks.last = None
+
+    return remove
 
 
-def has_later_step_hook(optimizer: torch.optim.Optimizer, hook: RemovableHandle) -> bool:
-    """Whether a step pre-hook of the optimizer was registered after ``hook``, and so sees the gradients after it. The
-    hooks' dict is private (torch 2.11 to 2.15: an OrderedDict by handle id); where it is gone, True."""
-    hooks = getattr(optimizer, "_optimizer_step_pre_hooks", None)
-    return hooks is None or next(reversed(hooks), hook.id) != hook.id
+def has_step_pre_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the optimizer has pre-hooks other than those of `surround_step`."""
+    hooks = getattr(optimizer, STEP_HOOKS[0])
+    return bool(hooks.others() if isinstance(hooks, _HooksBetween) else hooks)
 
 
 def compiled_autograd_is_on() -> bool:
@@ -802,14 +866,14 @@ def compile_graph(
     inner_compile: Callable[..., Any],
     options: Mapping[str, Any] | None = None,
     *,
-    is_cached: bool = False,
+    kept_as: str | None = None,
 ) -> Any:
     """Inductor's backend with ``inner_compile`` in place of the compiler of the forward's and the backward's graph, and
     with ``options`` set in Inductor's configuration meanwhile. The backward is compiled along with its forward.
 
     The AOTAutograd cache's key ignores inner_compile: an entry of a plain run would replace our schedule. So that cache
-    is off, or with ``is_cached`` has our tag in its keys, and ``inner_compile`` returns an `output_code_class`. Where
-    the program has turned the cache off, it stays off. The FX graph cache below it stays on.
+    is off, or with ``kept_as`` has our tag and this word in its keys, and ``inner_compile`` returns an
+    `output_code_class`. Where the program has turned the cache off, it stays off. The FX graph cache below it stays on.
 
     Relies on ``torch.compiler.config.cache_key_tag`` being part of the key, on ``bundled_autograd_cache`` keeping what
     inner compilers return, and on ``force_non_lazy_backward_lowering``: AOTAutograd writes an entry once it has both
@@ -818,13 +882,13 @@ def compile_graph(
     from torch._functorch import config as functorch_config
     from torch._inductor.compile_fx import compile_fx
 
-    is_cached = is_cached and functorch_config.enable_autograd_cache
+    is_cached = kept_as is not None and functorch_config.enable_autograd_cache
     settings = functorch_config.patch(
         enable_autograd_cache=is_cached, bundled_autograd_cache=is_cached, force_non_lazy_backward_lowering=True
     )
     shared: Any = torch.compiler.config
     tag = shared.cache_key_tag
-    with settings, shared.patch(cache_key_tag=_TAG + tag if is_cached else tag):
+    with settings, shared.patch(cache_key_tag=f"{_TAG} {kept_as}:{tag}" if is_cached else tag):
         return compile_fx(gm, list(inputs), inner_compile=inner_compile, config_patches=dict(options or {}))
 
 
@@ -966,7 +1030,9 @@ def compile_inner(
     # what `compile_graph` sets for AOTAutograd's cache is not for Inductor's own
     apart = functorch_config.patch(bundled_autograd_cache=False)
     shared: Any = torch.compiler.config
-    tag = shared.cache_key_tag.removeprefix(_TAG)
+    tag = shared.cache_key_tag
+    if tag.startswith(_TAG):
+        tag = tag.partition(":")[2]
     with config.patch(dict(options or {})), apart, shared.patch(cache_key_tag=tag):
         return compile_fx_inner(gm, example_inputs, **kwargs)
 
@@ -1023,6 +1089,23 @@ def unscale_(grads: list[torch.Tensor], found_inf: torch.Tensor, inverse: torch.
     """Gradients times ``inverse``; ``found_inf`` becomes 1 where one is infinite or NaN. (GradScaler's own call, since
     1.6.)"""
     torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inverse)
+
+
+def let_unscale_fp16(is_ours: Callable[[torch.optim.Optimizer], bool]) -> None:
+    """GradScaler.unscale_ takes optimizers of ours with fp16 parameters: their gradients are fp32 in the accumulators.
+    It refuses fp16 gradients of other optimizers, as before. The first call of a process counts.
+
+    Relies on ``GradScaler._unscale_grads_(optimizer, inverse, found_inf, allow_fp16)`` (2.11 to 2.15).
+    """
+    scaler: Any = torch.amp.GradScaler
+    plain = scaler._unscale_grads_
+    if plain.__module__ == __name__:
+        return
+
+    def unscale(self: Any, optimizer: Any, inverse: Any, found_inf: Any, allow_fp16: bool) -> Any:
+        return plain(self, optimizer, inverse, found_inf, allow_fp16 or is_ours(optimizer))
+
+    scaler._unscale_grads_ = unscale
 
 
 def is_profiling() -> bool:

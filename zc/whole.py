@@ -17,18 +17,22 @@ from zc.registry import sharded
 def whole_parameters(model: nn.Module) -> Iterator[None]:
     """All parameters have all their bytes inside, on every rank: to evaluate, average, export or change weights.
 
-    All ranks enter it together, between two updates, and hold the whole model meanwhile. What is written into
-    parameters inside, the same on all ranks, goes to the shards and the masters at the end. In stages 1 and 2, where
-    parameters are always whole, it does nothing.
+    All ranks enter it together, between two updates, and hold the whole model meanwhile. Where ranks make other numbers
+    of backwards, those that have made theirs wait for the others. What is written into parameters inside, the same on
+    all ranks, goes to the shards and the masters at the end. In stages 1 and 2, where parameters are always whole, it
+    does nothing.
 
     Raises:
         ZcError: ``optimizer.step()`` was called inside. RankMismatchError: not all ranks have entered it.
     """
-    weights = sharded(model).runtime.weights
-    if isinstance(weights, ShardedWeights):
-        with weights.exposed():
-            yield
-    else:
+    runtime = sharded(model).runtime
+    weights = runtime.weights
+    if not isinstance(weights, ShardedWeights):
+        yield
+        return
+    if not weights.passes.is_exposed:
+        runtime.settle()
+    with weights.exposed():
         yield
 
 
@@ -45,6 +49,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     whole: dict[str, Tensor] = {}
     is_first = runtime.group.rank == 0
     if isinstance(weights, ShardedWeights):
+        weights.adopt_writes()
         for bucket in runtime.plan.sharded:
             flat = weights.whole.gathered_once(bucket.index)
             for slot in bucket.slots if is_first else ():

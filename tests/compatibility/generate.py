@@ -30,6 +30,7 @@ TITLES = {
     11: "Several optimizers, and whole parameters",
     13: "Written without knowing of zc",
     14: "With shard_frozen=True",
+    15: "Weights that the forward writes, tensors that leave zc.whole_parameters",
 }
 HEAD = """# Training loops: right, or refused with a reason
 

@@ -1,4 +1,5 @@
-"""What loops ask of parameters without reading an element: to print a model, to count, to compare shapes and dtypes."""
+"""What loops ask of parameters without reading an element, to print a model or to compare shapes and dtypes; and
+torch.func through the model, where their bytes come inside of a transform."""
 
 from __future__ import annotations
 
@@ -77,4 +78,24 @@ def vera_off(s: Script) -> None:
             reference = s.model(x)
         out = s.model(x)
         (F.mse_loss(out, y) + F.mse_loss(out, reference)).backward()
+        s.update()
+
+
+@row(3, "torch.func.jvp through the model: a penalty on the derivative along the input")
+def along_input(s: Script) -> None:
+    for step in range(STEPS):
+        x, y = s.batch(step)
+        out, along = torch.func.jvp(lambda x: s.model(x), (x,), (torch.ones_like(x),))
+        (F.mse_loss(out, y) + along.pow(2).mean()).backward()
+        s.update()
+
+
+@row(3, "torch.func.vmap(grad) through the model: a penalty on the input's gradient of each sample")
+def grads_of_samples(s: Script) -> None:
+    def energy(x: Tensor) -> Tensor:
+        return s.model(x[None]).pow(2).sum()
+
+    for step in range(STEPS):
+        x, _ = s.batch(step)
+        (s.loss(step) + torch.func.vmap(torch.func.grad(energy))(x).pow(2).mean()).backward()
         s.update()

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from models import Heads
-from rows import Row, Script, add, row
+from rows import STEPS, Row, Script, add, row
 from torch import nn
 
 
@@ -103,8 +103,11 @@ def assigned(s: Script) -> None:
     s.optimizer.step()
 
 
-@row(6, "clipping the optimizer's parameters", refused={"always": "ZcError: model.parameters()"})
+@row(6, "clipping the optimizer's parameters")
 def clip_groups(s: Script) -> None:
-    s.loss(0).backward()
-    params = [p for group in s.optimizer.param_groups for p in group["params"]]
-    torch.nn.utils.clip_grad_norm_(params, 1.0)
+    for step in range(STEPS):
+        s.loss(step).backward()
+        s.reduced()
+        params = [p for group in s.optimizer.param_groups for p in group["params"]]
+        torch.nn.utils.clip_grad_norm_(params, 0.01)
+        s.update()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from models import GPT, SEQ, VOCAB, Heads, WithUnused, batch_norm, frozen, mlp, seeded
-from rows import STEPS, Script, plain, row, sgd
+from rows import STEPS, Row, Script, add, plain, row, sgd
 from torch import Tensor, nn
 
 
@@ -155,6 +155,22 @@ class Renormed(nn.Module):
         return self.head(self.embed(x))
 
 
+class Holes(nn.Module):
+    """Parameters that are a part of a larger tensor's memory: every second column, or row of the transpose."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.columns = nn.Parameter(0.1 * torch.randn(16, 32)[:, ::2])
+        self.turned = nn.Parameter(0.1 * torch.randn(16, 32).t()[::2])
+        self.vector = nn.Parameter(torch.randn(32)[::2])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.columns + (x * self.vector) @ self.turned
+
+
+add(Row("parameters with holes in their memory", 4, plain, Holes))
+
+
 @row(4, "an embedding with max_norm, the same tokens on all ranks", make=lambda: Renormed(max_norm=2.0))
 def renormed(s: Script) -> None:
     for step in range(3):
@@ -204,13 +220,20 @@ def moved(s: Script) -> None:
     s.update()
 
 
-@row(4, "param.data = other after zc.compile", refused={"always": "ZcError: has left its bucket"})
+@row(4, "param.data = other after zc.compile")
 def new_data(s: Script) -> None:
+    for step in range(STEPS):
+        s.loss(step).backward()
+        s.update()
+        s.model[0].weight.data = torch.full_like(s.model[0].weight, 0.01 * step)
+
+
+@row(4, "param.data = other of another shape after zc.compile", refused={"always": "ZcError: has left its bucket"})
+def new_shape(s: Script) -> None:
     s.loss(0).backward()
     s.update()
-    s.model[0].weight.data = torch.zeros_like(s.model[0].weight)
-    s.loss(1).backward()
-    s.update()
+    s.model[0].weight.data = torch.zeros(4, 4)
+    s.optimizer.step()
 
 
 @row(4, "optimizer.add_param_group with a parameter that it holds", refused={"always": "PlanError: has its place"})

@@ -27,17 +27,25 @@ _ERRORS = {
         "sharpness-aware minimisation: weights move up, a second backward, weights move back",
         "slow weights every second step (lookahead), an average by _foreach_lerp_",
     ),
-    ": in place": ("an embedding with max_norm, the same tokens on all ranks",),  # of Dynamo's class where it compiles
     "ZcError: its bytes lie in shards": ("model.to(dtype) after zc.compile",),
 }  # fmt: skip
-# In eager code what the forward has read stays whole to the update
-_COMPILED = (
-    "a norm read before a GradScaler's step that one rank's overflow skips",
-    "losses weighted by learned scalars in the loop",
-)
+# In eager code what the forward has read stays whole to the update, and what the program writes into it arrives
+_COMPILED_ERRORS = {
+    _BYTES: (
+        "clipping by parameter (AGC) over param_groups",
+        "a norm read before a GradScaler's step that one rank's overflow skips",
+        "losses weighted by learned scalars in the loop",
+    ),
+    ": compiled code of the forward writes parameter": (
+        "an embedding with max_norm, the same tokens on all ranks",
+        "a weight written in forward, compiled: param.data.clamp_()",
+        "a weight written in forward, compiled: param.data = other",
+    ),
+}
 _IN_STAGE_3: Mapping[str, str] = {name: error for error, names in _ERRORS.items() for name in names}
+_COMPILED: Mapping[str, str] = {name: error for error, names in _COMPILED_ERRORS.items() for name in names}
 
 
 def error_in_stage_3(row: str, backend: str) -> str | None:
     """What stage 3 alone raises in this row."""
-    return _BYTES if row in _COMPILED and backend != "eager" else _IN_STAGE_3.get(row)
+    return _IN_STAGE_3.get(row) or (_COMPILED.get(row) if backend != "eager" else None)

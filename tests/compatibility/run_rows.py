@@ -18,6 +18,7 @@ import rows_clearing
 import rows_conv
 import rows_dropped_gradients
 import rows_grad_values
+import rows_optimizer_params
 import rows_optimizers
 import rows_overlap
 import rows_param_grad
@@ -26,6 +27,7 @@ import rows_precision
 import rows_several
 import rows_several_models
 import rows_shard_frozen
+import rows_stage_3_writes
 import rows_structure
 import rows_tasks
 import rows_unequal_ranks
@@ -47,8 +49,8 @@ from zc.registry import COMPILED
 TABLE = (
     rows_tasks, rows_updates, rows_clearing, rows_backward, rows_structure, rows_several_models, rows_conv,
     rows_params, rows_absent_reads, rows_unfreezing, rows_precision, rows_checkpointing, rows_param_grad,
-    rows_grad_values, rows_optimizers, rows_dropped_gradients, rows_unequal_ranks, rows_overlap, rows_several,
-    rows_unforeseen, rows_shard_frozen,
+    rows_grad_values, rows_optimizers, rows_optimizer_params, rows_dropped_gradients, rows_unequal_ranks, rows_overlap,
+    rows_several, rows_unforeseen, rows_shard_frozen, rows_stage_3_writes,
 )  # fmt: skip
 
 

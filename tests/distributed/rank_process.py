@@ -4,6 +4,7 @@ group. harness.py starts it, with the descriptor of a socket to itself."""
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import gc
 import os
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 RUNNING = 1000  # no exit code
+PR_SET_PDEATHSIG = 1  # sys/prctl.h
 
 
 def _fork_ranks(control: socket.socket) -> None:
@@ -48,6 +50,7 @@ def _fork_ranks(control: socket.socket) -> None:
 
 def _become_rank(descriptor: int, log: str, stacks: str) -> None:
     """In the forked process. Never returns."""
+    _end_with_parent()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     output = os.open(log, os.O_WRONLY | os.O_CREAT)
     os.dup2(output, 1)
@@ -60,6 +63,13 @@ def _become_rank(descriptor: int, log: str, stacks: str) -> None:
         traceback.print_exc()
     finally:
         os._exit(code)
+
+
+def _end_with_parent() -> None:
+    """A killed harness ends its templates, and these end their ranks, also in the middle of a job. (Linux's prctl;
+    elsewhere a rank sees at the end of its job that nobody asks.)"""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _serve(connection: Connection, stacks: str) -> None:

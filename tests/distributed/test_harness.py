@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 from unittest import mock
 
 import harness
@@ -122,3 +126,70 @@ def test_a_rank_that_dies_is_named() -> None:
     with pytest.raises(RanksFailed, match="exit code 7") as failed:
         run_ranks(_dies, 2)
     assert "last words" in failed.value.errors[1]
+
+
+def _tells_and_stays(rank: int, world_size: int, folder: str) -> None:
+    Path(folder, f"{rank}.new").write_text(str(os.getpid()))
+    Path(folder, f"{rank}.new").rename(Path(folder, f"{rank}.pid"))
+    signal.pause()
+
+
+_DRIVER = """
+import sys
+import harness, test_harness
+harness.run_ranks(test_harness._tells_and_stays, 2, sys.argv[1])
+"""
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+
+
+def _is_there(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="prctl")
+def test_ranks_end_with_a_killed_harness(tmp_path: Path) -> None:
+    """In the middle of a job."""
+    driver = subprocess.Popen([sys.executable, "-c", _DRIVER, str(tmp_path)], env=_environment())
+    files, deadline = [tmp_path / f"{rank}.pid" for rank in range(2)], time.monotonic() + 120 * patience()
+    while not all(file.exists() for file in files):
+        assert time.monotonic() < deadline and driver.poll() is None
+        time.sleep(0.1)
+    pids = [int(file.read_text()) for file in files]
+    driver.kill()
+    driver.wait()
+    try:
+        while any(map(_is_there, pids)):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+    finally:
+        for pid in filter(_is_there, pids):
+            os.kill(pid, signal.SIGKILL)
+
+
+_ENDS = """
+import os
+def test_a(): pass
+def test_b(): os._exit(1)
+def test_c(): pass
+"""
+
+
+def test_a_worker_of_xdist_that_ends_costs_one_test(tmp_path: Path) -> None:
+    pytest.importorskip("xdist")
+    (tmp_path / "test_1.py").write_text(_ENDS)
+    for k in range(2, 5):
+        (tmp_path / f"test_{k}.py").write_text("def test_a(): pass")
+    for workers in ("1", "2"):
+        options = ["-n", workers, "--dist", "loadfile", "-p", "crashed_workers", "-p", "no:cacheprovider"]
+        run = subprocess.run(
+            [sys.executable, "-m", "pytest", "-q", *options, "--rootdir", str(tmp_path), str(tmp_path)],
+            env=_environment(), capture_output=True, text=True, timeout=60 * patience(),
+        )  # fmt: skip
+        assert "1 failed, 5 passed" in run.stdout, run.stdout

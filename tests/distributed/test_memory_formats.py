@@ -22,6 +22,7 @@ from training_runs import Run, adamw, ddp_weights, train_zc
 
 import zc
 from zc.planning.layout import Slot, own_strides
+from zc.registry import sharded
 
 
 class Formats(nn.Module):
@@ -60,10 +61,10 @@ def strides_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def _against_ddp(rank: int, world_size: int, run: Run) -> tuple[float, str]:
-    model, optimizer = train_zc(run, rank)
+    model, _ = train_zc(run, rank)
     assert strides_of(model) == STRIDES
     error = worst({name: p.detach() for name, p in model.named_parameters()}, ddp_weights(rank, world_size, run))
-    slices = [p for group in optimizer.param_groups for p in group["params"]]
+    slices = [p for group in sharded(model).optimizers[0].local.param_groups for p in group["params"]]
     assert all(p.grad is None and not p.is_sparse for p in slices)
     if run.make_optimizer is factors and world_size == 1:
         assert [p.stride() for p in slices] == [p.stride() for p in model.parameters()]

@@ -106,7 +106,8 @@ def offloaded(rank: int, world_size: int, dtype: torch.dtype | None) -> tuple[in
         net(x).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    states = [item for state in optimizer.state.values() for item in state.values() if item.dim()]
+    own_state = sharded(net).optimizers[0].local.state
+    states = [item for state in own_state.values() for item in state.values() if item.dim()]
     in_states = {item.untyped_storage()._cdata for item in states}
     on_host = {key: nbytes for key, (nbytes, _) in storages().items() if key not in before}
     left = sum(on_host.values()) - sum(on_host[key] for key in in_states | (in_host & on_host.keys())) - x.nbytes

@@ -78,7 +78,7 @@ def masters(net: nn.Module) -> dict[str, Tensor]:
     values = {f"master {k}": value.detach().clone() for k, value in enumerate(model.runtime.buffers.master_shard)}
     for each in model.optimizers:
         for name, own in each.slices.items():
-            for key, item in each.optimizer.state.get(own, {}).items():
+            for key, item in each.local.state.get(own, {}).items():
                 values[f"{key} of {name}"] = torch.as_tensor(item).clone()
     return values
 

@@ -28,13 +28,11 @@ HOME_2 = [
     "zc compute | publish bucket 0 (2.bias, ...)",
 ]
 COMM_2 = [
-    f"zc comm | {kind} {bucket}"
-    for read, bucket in (
-        ("reduce_rows", "bucket 0 (2.bias, ...)"), ("reduce_rows", "bucket 1 (0.bias, ...)"),
-        ("gather", "bucket 1 (0.bias, ...)"), ("gather", "bucket 0 (2.bias, ...)"),
-    )
-    for kind in ("signal_full", "await_full", read, "signal_free", "await_free")
-]  # fmt: skip
+    "zc comm | reduce_rows bucket 0 (2.bias, ...)",
+    "zc comm | reduce_rows bucket 1 (0.bias, ...)",
+    "zc comm | gather bucket 1 (0.bias, ...)",
+    "zc comm | gather bucket 0 (2.bias, ...)",
+]
 
 
 def _trace(rank: int, world_size: int, options: dict[str, Any]) -> tuple[list[str], list[str], list[Tensor], int]:

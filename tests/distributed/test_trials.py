@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import Any
 
 import pytest
@@ -17,9 +18,10 @@ from torch.optim import Optimizer
 from training_runs import message_of
 
 import zc
-from zc.optim.groups import without_empty_groups
 from zc.optim.kinds import try_out
+from zc.optim.local import class_of, second_object
 from zc.optim.trials import keeps_state_by_parameter, takes_empty_groups
+from zc.registry import sharded
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -87,22 +89,27 @@ def test_a_trial_leaves_compiled_kernels_compiled(fullgraph: bool) -> None:
     assert num_compiled > 0
 
 
-def test_a_step_without_empty_groups() -> None:
-    """The second object is the first in all but the groups, and a step that raises leaves both as they were."""
+def test_a_second_object() -> None:
+    """It is the first in all but groups and state, and a step that raises leaves both as they were."""
     params = matrices()
     optimizer = Stacked([{"params": params}, {"params": params[:0]}, {"params": [nn.Parameter(torch.empty(0, 4))]}])
     assert not takes_empty_groups(optimizer, optimizer.param_groups, CPU)
     assert takes_empty_groups(Lion(params), [{"params": [], "lr": 1.0}], CPU)
-    view: Any = without_empty_groups(optimizer)
-    assert isinstance(view, Stacked) and len(view.param_groups) == 1 and len(optimizer.param_groups) == 3
+    hooks: list[Any] = []
+    optimizer.register_step_pre_hook(lambda *args: hooks.append(args))
+    second = second_object(optimizer)
+    second.param_groups, second.state = [optimizer.param_groups[0]], defaultdict(dict)
+    assert isinstance(second, Stacked) and class_of(second) is Stacked and len(optimizer.param_groups) == 3
     for _ in range(2):
         with pytest.raises(TypeError):
-            view.step()  # no gradients
+            second.step()  # no gradients
     assert len(optimizer.param_groups) == 3 and optimizer.num_steps == 2
     for param in params:
         param.grad = torch.ones_like(param)
-    view.step()
-    assert optimizer.num_steps == 3 and list(optimizer.state) == [params[0]]
+    second.step()
+    assert optimizer.num_steps == 3 and list(second.state) == [params[0]] and not optimizer.state and not hooks
+    second.load_state_dict({**second.state_dict(), "state": {}})
+    assert not second.state and len(optimizer.param_groups) == 3, "torch writes them into __dict__, which is shared"
 
 
 def _with_an_empty_group(rank: int, world_size: int, stage: int) -> dict[str, Any]:
@@ -116,7 +123,8 @@ def _with_an_empty_group(rank: int, world_size: int, stage: int) -> dict[str, An
         losses.append(train(twin, alone, step, step + 1) == train(model, optimizer, step, step + 1))
         its.step()
         scheduler.step()
-    sizes = [sum(param.numel() for param in group["params"]) for group in optimizer.param_groups]
+    own = sharded(model).optimizers[0].local.param_groups
+    sizes = [sum(param.numel() for param in group["params"]) for group in own]
     return {"worst": worst(weights(model), weights(twin))[0], "sizes": sizes, "steps": optimizer.num_steps,
             "rates": [group["lr"] for group in optimizer.param_groups]}  # fmt: skip
 

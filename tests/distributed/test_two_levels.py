@@ -18,6 +18,7 @@ from training_runs import Run, ddp_reference, environment, message_of, zc_weight
 
 import zc
 from zc.planning.layout import flat_layout
+from zc.ranks.journal import GATHER, REDUCE
 from zc.registry import sharded
 
 TOLERANCE = 2e-5  # of weights after 20 updates: the order of summation is the topology's, and DDP's another
@@ -187,6 +188,39 @@ def test_levels_by_messages_give_the_bits_of_levels_by_memory() -> None:
         "reduce, between hosts": planned["gradients"], "gather weights, between hosts": planned["parameters"],
         "gather gradient, between hosts": planned["parameters"],
     }  # fmt: skip
+
+
+def _in_other_orders(rank: int, world_size: int) -> Tensor:
+    """Job: 2 hosts whose ranks read memory, in stage 3. On one a gather starts before a reduction, on the other after
+    it, as two streams have it. Returns the weights after a step."""
+    with environment(GROUP_RANK=str(rank // 2), ZC_HOST_MEMORY="1"):
+        torch.manual_seed(0)
+        model = nn.Linear(8, 8)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        zc.compile(model, optimizer, backend="eager", stage=3)
+    group = sharded(model).runtime.group.shard
+    mine = torch.full((4,), float(rank))
+
+    def gather() -> None:
+        assert group.levels is not None
+        group.levels.host.all_gather(torch.empty(8), mine, GATHER, 0).wait()
+
+    def reduce() -> None:
+        with group.offering(REDUCE, 0, mine):
+            pass
+
+    for exchange in (gather, reduce) if rank < 2 else (reduce, gather):
+        exchange()
+    model(torch.full((2, 8), rank + 1.0)).sum().backward()
+    optimizer.step()
+    with zc.whole_parameters(model):
+        return model.weight.detach().clone()
+
+
+def test_gathers_and_reductions_have_no_order_between_them() -> None:
+    """They run on two streams, so which of two starts first is no difference between ranks."""
+    first, *others = run_ranks(_in_other_orders, 4)
+    assert all(torch.equal(first, other) for other in others)
 
 
 def _with_a_row(rank: int, world_size: int) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import warnings
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,9 @@ import zc
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 
 
-def compiled() -> tuple[nn.Module, torch.optim.Optimizer]:
+def compiled(net: nn.Module | None = None) -> tuple[Any, torch.optim.Optimizer]:
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.BatchNorm1d(8), nn.Tanh()), nn.Linear(8, 4))
+    net = net or nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.BatchNorm1d(8), nn.Tanh()), nn.Linear(8, 4))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     zc.compile(net, optimizer, stage=3, backend="eager")
     return net, optimizer
@@ -104,3 +105,25 @@ def test_many_forwards_without_gradients_name_the_faster_way() -> None:
             net(X)
     assert sum("such as those of generate()" in str(each.message) for each in said) == 1
     zc.close(net)
+
+
+class Raising(nn.Linear):
+    """A child whose loading raises."""
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        raise ValueError("of the program")
+
+
+def test_a_load_that_raises_is_over() -> None:
+    """Later writes by hand reach no shard unseen: they are refused, as before it."""
+    for last, load in ((nn.Linear(8, 4), {"assign": True}), (Raising(8, 4), {})):
+        net, _ = compiled(nn.Sequential(nn.Tanh(), nn.Linear(8, 8), last))
+        before = zc.full_state_dict(net)
+        state = OrderedDict((key, value.clone()) for key, value in before.items())
+        with pytest.raises((zc.ZcError, ValueError), match=r"leave assign out|of the program"):
+            net.load_state_dict(state, **load)
+        with pytest.raises(zc.ZcError, match=r"zc\.whole_parameters"), torch.no_grad():
+            net[1].weight.copy_(torch.ones(8, 8))
+        net(X)
+        assert all(value.equal(before[key]) for key, value in zc.full_state_dict(net).items())
+        zc.close(net)

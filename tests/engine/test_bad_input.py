@@ -182,6 +182,25 @@ def test_functions_on_a_model_that_was_not_compiled() -> None:
         assert kind == "PlanError" and "zc.compile" in text
 
 
+@pytest.mark.parametrize("make", [torch.jit.script, lambda part: torch.jit.trace(part, torch.ones(2, 16))])
+def test_modules_of_torchscript_read_parameters_from_cpp(make: Callable[..., nn.Module]) -> None:
+    """Its code meets no class of parameters, and a module of torch.jit.script takes no hook."""
+    for is_whole in (True, False):
+        model = make(mlp()) if is_whole else nn.Sequential(nn.Linear(16, 16), make(mlp()))
+        name = "the model" if is_whole else "1 was"
+        for options in ({"stage": 3}, {"overlap_gather": True}):
+            refused(zc.PlanError, name, "torch.jit", next(iter(options)), model=model, optimizer=sgd(model), **options)
+    zc.compile(model, sgd(model), stage=2, backend="eager")
+    before = model[0].weight.detach().clone()
+    model(torch.ones(2, 16)).sum().backward()
+    assert next(model[1].parameters()).grad is not None and model[0].weight.equal(before)
+    zc.close(model)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
 # --- optimizers ---
 
 

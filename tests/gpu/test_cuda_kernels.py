@@ -16,7 +16,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
 import comparisons as c
 import encoded
-from test_references import accumulate, flatten, reduce
+from test_references import reduce
 
 from zc import kernels
 from zc.kernels.decode_blocks import decode_blocks_triton
@@ -35,26 +35,25 @@ def test_the_kernels_run_and_not_the_references() -> None:
     """A comparison of a reference with itself would pass everywhere."""
     x = torch.ones(100, device="cuda")
     with mock.patch("zc.kernels._slots.launch") as launch:
-        flatten(x, [], [], 1.0)
+        kernels.flatten_cast(x, [], [])
     assert launch.called
 
 
-@pytest.mark.parametrize("scale", [1.0, 1 / 3])
 @pytest.mark.parametrize("dtype", ALL, ids=str)
-def test_flatten_cast(dtype: torch.dtype, scale: float) -> None:
+def test_flatten_cast(dtype: torch.dtype) -> None:
     grads = c.mixed_grads(SIZES, ALL, "cuda")
     for shift, (offsets, numel) in enumerate(c.layouts(grads)):
-        c.check_flatten(flatten, "cuda", dtype, grads, offsets, numel, scale, c.nearest, shift=shift)
+        c.check_flatten(kernels.flatten_cast, "cuda", dtype, grads, offsets, numel, c.nearest, shift=shift)
 
 
 def test_flatten_cast_of_fp64_takes_the_reference() -> None:
     grads = c.mixed_grads(c.SIZES, (c.F64, c.F32), "cuda")
-    c.check_flatten(flatten, "cuda", c.F32, grads, *c.aligned(grads), 1 / 3, c.nearest)
+    c.check_flatten(kernels.flatten_cast, "cuda", c.F32, grads, *c.aligned(grads), c.nearest)
 
 
 def test_flatten_cast_of_thousands_of_tensors() -> None:
     grads = [c.values((i % 97 + 1,), c.B16, "cuda", i) for i in range(3000)]
-    c.check_flatten(flatten, "cuda", c.F32, grads, *c.aligned(grads), 1.0, c.nearest)
+    c.check_flatten(kernels.flatten_cast, "cuda", c.F32, grads, *c.aligned(grads), c.nearest)
 
 
 def test_flatten_cast_past_the_range_of_int32() -> None:
@@ -62,17 +61,16 @@ def test_flatten_cast_past_the_range_of_int32() -> None:
         pytest.skip("needs 30 GiB of free GPU memory")
     grads = [torch.ones(2**31 + 100, dtype=c.B16, device="cuda"), torch.full((1000,), 2.0, device="cuda")]
     out = torch.full((2**31 + 2048,), torch.nan, dtype=c.B16, device="cuda")
-    flatten(out, grads, [0, 2**31 + 128], 1.0)
+    kernels.flatten_cast(out, grads, [0, 2**31 + 128])
     assert bool((out[: 2**31 + 100] == 1).all())
     assert bool((out[2**31 + 128 : 2**31 + 1128] == 2).all())
     assert out[2**31 + 1128 :].tolist() == [0.0] * 920
 
 
-@pytest.mark.parametrize("scale", [1.0, 1 / 3])
-def test_accumulate_cast(scale: float) -> None:
+def test_accumulate_cast() -> None:
     grads = c.mixed_grads(SIZES, ALL, "cuda")
     for shift, (offsets, numel) in enumerate(c.layouts(grads)):
-        c.check_accumulate(accumulate, "cuda", c.F32, grads, offsets, numel, scale, shift=shift)
+        c.check_accumulate(kernels.accumulate_cast, "cuda", c.F32, grads, offsets, numel, shift=shift)
 
 
 def test_blocks() -> None:
@@ -114,14 +112,14 @@ def test_sums_of_squares_past_the_range_of_int32() -> None:
 def test_kernels_run_on_the_current_stream_without_a_synchronisation() -> None:
     grads = [torch.ones(1000, device="cuda"), torch.ones(70, 30, device="cuda").t()]
     out, acc = torch.empty(5000, device="cuda"), torch.zeros(2500, device="cuda")
-    flatten(out, grads, [0, 1024], 1.0)  # compiles outside
+    kernels.flatten_cast(out, grads, [0, 1024], 1.0)  # compiles outside
     reduce(out.view(2, 2500), acc, 0.5, True)
     kernels.sums_of_squares([out, acc])
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
         with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
-            flatten(out, grads, [0, 1024], 1.0)
+            kernels.flatten_cast(out, grads, [0, 1024], 1.0)
             reduce(out.view(2, 2500), acc, 0.5, True)
             kernels.sums_of_squares([out, acc])
     finally:

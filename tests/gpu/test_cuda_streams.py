@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "proof"))
 
 from schedules import SHAPES, make, schedule
 
-from zc.engine.cuda_streams import CudaStreams
+from zc.engine.device_streams import DeviceStreams
 from zc.engine.streams import Task
 from zc.planning.plan import Plan
 from zc.schedule import codegen
@@ -32,7 +32,7 @@ NUMEL = 1 << 22  # a kernel takes longer than its launch, else the device is alw
 SPIN = 20_000_000  # clock cycles: some 10 ms, far more than a whole schedule takes
 
 
-class Delayed(CudaStreams):
+class Delayed(DeviceStreams):
     """Spins on one stream before each of its tasks."""
 
     def __init__(self, device: torch.device, slow: str | None) -> None:
@@ -45,7 +45,7 @@ class Delayed(CudaStreams):
         super().run_on(stream, task)
 
 
-class OneStream(CudaStreams):
+class OneStream(DeviceStreams):
     """Every stream is the main stream: the serial reference."""
 
     def run_on(self, stream: str, task: Task) -> None:
@@ -84,22 +84,19 @@ class Ops:
     def accumulate_cast(self, bucket: int, buffer: str, slots: Sequence[int], grads: Sequence[Tensor]) -> None:
         self.buffers[buffer].mul_(0.5).add_(torch.stack(list(grads)))
 
-    def launch_reduce(self, bucket: int, dst: str, src: str) -> torch.cuda.Event:
+    def exchange(self, bucket: int, dst: str, src: str) -> None:
         self.wire.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.wire):
             self.buffers[dst].copy_(self.buffers[src]).mul_(1.25)
-            return self.wire.record_event()
-
-    def wait_reduce(self, bucket: int, work: torch.cuda.Event, dst: str, src: str) -> None:
-        torch.cuda.current_stream().wait_event(work)
+        torch.cuda.current_stream().wait_stream(self.wire)
 
     def accumulate(self, bucket: int, acc: str, src: str) -> None:
         self.buffers[acc].mul_(0.5).add_(self.buffers[src])
 
 
-def run(shape: str, streams: CudaStreams, *, stage: int, producers: int, num_runs: int = 3) -> dict[str, Tensor]:
+def run(shape: str, streams: DeviceStreams, *, stage: int, num_runs: int = 3) -> dict[str, Tensor]:
     plan = make(4, ring=2, stage=stage)
-    graph = schedule(shape, plan, producers)
+    graph = schedule(shape, plan)
     counts = {str(n.args[0]): len(results(n)) for n in steps(graph) if isinstance(op_of(n), Segment)}
     ops, go = Ops(plan, counts), codegen.load(graph)
     for number in range(num_runs):
@@ -114,10 +111,10 @@ def run(shape: str, streams: CudaStreams, *, stage: int, producers: int, num_run
 @pytest.mark.parametrize("shape", list(SHAPES))
 def test_bitwise_the_serial_result_whichever_stream_is_slow(shape: str, stage: int) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
-    reference = run(shape, OneStream(device), stage=stage, producers=3)
+    reference = run(shape, OneStream(device), stage=stage)
     assert not any(t.isnan().any() for t in reference.values())
-    for slow in (None, "compute", "compute.1", "compute.2", COMM):
-        weights = run(shape, Delayed(device, slow), stage=stage, producers=3)
+    for slow in (None, "compute", COMM):
+        weights = run(shape, Delayed(device, slow), stage=stage)
         assert all(torch.equal(weights[k], reference[k]) for k in reference), slow
 
 
@@ -128,18 +125,18 @@ def test_without_its_waits_the_delay_shows() -> None:
         def wait(self, event: str, stream: str) -> None: ...
 
     device = torch.device("cuda", torch.cuda.current_device())
-    reference = run("mlp", OneStream(device), stage=2, producers=1)
-    weights = run("mlp", NoWaits(device, "compute"), stage=2, producers=1)
+    reference = run("mlp", OneStream(device), stage=2)
+    weights = run("mlp", NoWaits(device, "compute"), stage=2)
     assert not all(torch.equal(weights[k], reference[k]) for k in reference)
 
 
 def test_the_callers_own_stream_is_home() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
-    reference = run("mlp", OneStream(device), stage=2, producers=2)
+    reference = run("mlp", OneStream(device), stage=2)
     streams = Delayed(device, COMM)
     with torch.cuda.stream(torch.cuda.Stream()):
-        first = run("mlp", streams, stage=2, producers=2)
-    second = run("mlp", streams, stage=2, producers=2)  # home changes back
+        first = run("mlp", streams, stage=2)
+    second = run("mlp", streams, stage=2)  # home changes back
     torch.cuda.synchronize()
     for weights in (first, second):
         assert all(torch.equal(weights[k], reference[k]) for k in reference)
@@ -152,7 +149,7 @@ def test_no_host_synchronisation_and_overlap_in_a_trace(tmp_path: Path) -> None:
     plan = make(6, ring=3)
     graph = schedule("mlp", plan)
     counts = {str(n.args[0]): len(results(n)) for n in steps(graph) if isinstance(op_of(n), Segment)}
-    ops, go, streams = Ops(plan, counts), codegen.load(graph), CudaStreams(device)
+    ops, go, streams = Ops(plan, counts), codegen.load(graph), DeviceStreams(device)
     names = [n.name for n in graph.nodes if n.op == "placeholder"]
 
     def once() -> None:

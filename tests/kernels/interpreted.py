@@ -30,10 +30,6 @@ from zc.kernels.sums_of_squares import BLOCK, PER_PROGRAM, sums_of_squares_trito
 
 interpreter = importlib.import_module("triton.runtime.interpreter")
 TRAINING = (c.F32, c.B16, c.F16)
-SCALES = [(c.F32, 1 / 3), (c.B16, 1.0), (c.F16, 1 / 3)]
-SCALED = pytest.mark.parametrize(
-    ("dtype", "scale"), [(dtype, scale) for dtype in TRAINING for scale in (1.0, 1 / 3)] if FULL else SCALES, ids=str
-)
 
 
 INTERPRETERS_OWN = interpreter._convert_float
@@ -60,20 +56,20 @@ def test_this_is_the_interpreter_and_its_own_cast_truncates() -> None:
     assert exact_cast(x, tl.float32, tl.bfloat16, None)[0] == 0x3F81
 
 
-@SCALED
-def test_flatten_cast(dtype: torch.dtype, scale: float) -> None:
+@pytest.mark.parametrize("dtype", TRAINING, ids=str)
+def test_flatten_cast(dtype: torch.dtype) -> None:
     grads = c.mixed_grads((0, 1, 63, 1025, 9000), TRAINING, "cpu")
     for offsets, numel in c.layouts(grads):
-        c.check_flatten(flatten_cast_triton, "cpu", dtype, grads, offsets, numel, scale, c.nearest, shift=numel % 2)
+        c.check_flatten(flatten_cast_triton, "cpu", dtype, grads, offsets, numel, c.nearest, shift=numel % 2)
 
 
-@SCALED
-def test_transposed_gradients_go_in_tiles(dtype: torch.dtype, scale: float) -> None:
+@pytest.mark.parametrize("dtype", TRAINING, ids=str)
+def test_transposed_gradients_go_in_tiles(dtype: torch.dtype) -> None:
     grads = c.transposed(TRAINING, "cpu")
     assert all(fills_tiles(*collapse(grad)) for grad in grads)
     for offsets, numel in c.layouts(grads):
-        c.check_flatten(flatten_cast_triton, "cpu", dtype, grads, offsets, numel, scale, c.nearest, shift=numel % 2)
-    c.check_accumulate(accumulate_cast_triton, "cpu", c.F32, grads, *c.aligned(grads), scale)
+        c.check_flatten(flatten_cast_triton, "cpu", dtype, grads, offsets, numel, c.nearest, shift=numel % 2)
+    c.check_accumulate(accumulate_cast_triton, "cpu", c.F32, grads, *c.aligned(grads))
 
 
 @pytest.mark.parametrize(
@@ -95,19 +91,18 @@ def test_what_fills_tiles(shape: tuple[int, ...], strides: tuple[int, ...], fill
 
 def test_flatten_cast_of_a_million() -> None:
     grads = [c.values((c.SIZES[-1],), c.B16)]
-    c.check_flatten(flatten_cast_triton, "cpu", c.F32, grads, [0], c.SIZES[-1] + 5000, 1.0, c.nearest)
+    c.check_flatten(flatten_cast_triton, "cpu", c.F32, grads, [0], c.SIZES[-1] + 5000, c.nearest)
 
 
 def test_flatten_cast_of_nothing_is_zeros() -> None:
-    c.check_flatten(flatten_cast_triton, "cpu", c.B16, [], [], 100, 1.0, c.nearest)
-    c.check_flatten(flatten_cast_triton, "cpu", c.B16, [], [], 0, 1.0, c.nearest)
+    c.check_flatten(flatten_cast_triton, "cpu", c.B16, [], [], 100, c.nearest)
+    c.check_flatten(flatten_cast_triton, "cpu", c.B16, [], [], 0, c.nearest)
 
 
-@pytest.mark.parametrize("scale", [1.0, 1 / 3])
-def test_accumulate_cast(scale: float) -> None:
+def test_accumulate_cast() -> None:
     grads = c.mixed_grads((0, 1, 63, 1025, 9000), TRAINING, "cpu")
     for offsets, numel in c.layouts(grads):
-        c.check_accumulate(accumulate_cast_triton, "cpu", c.F32, grads, offsets, numel, scale)
+        c.check_accumulate(accumulate_cast_triton, "cpu", c.F32, grads, offsets, numel)
 
 
 @pytest.mark.parametrize("add", [False, True])

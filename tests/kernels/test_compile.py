@@ -55,12 +55,10 @@ def far_apart() -> None:
     reduce_rows_triton(rows, torch.empty(16), 1.0, False)
 
 
-def packed(
-    run: Callable[..., None], dtype: torch.dtype, scale: float = 1.0, dtypes: Sequence[torch.dtype] = DTYPES
-) -> None:
+def packed(run: Callable[..., None], dtype: torch.dtype, dtypes: Sequence[torch.dtype] = DTYPES) -> None:
     grads = [torch.empty(100, 64, dtype=each) for each in dtypes]
     offsets, numel = c.aligned(grads)
-    run(torch.empty(numel, dtype=dtype), grads, offsets, scale)
+    run(torch.empty(numel, dtype=dtype), grads, offsets)
 
 
 def squared(dtypes: Sequence[torch.dtype]) -> None:
@@ -120,8 +118,6 @@ CASES: dict[str, Case] = {
 ON_ONE_TARGET: dict[str, Case] = {
     "flatten_cast to fp16": (lambda: packed(flatten_cast_triton, c.F16), 16, 12),
     "flatten_cast to fp32": (lambda: packed(flatten_cast_triton, c.F32), 16, 24),
-    "flatten_cast, scaled": (lambda: packed(flatten_cast_triton, c.B16, 0.5), 16, 12),
-    "accumulate_cast, scaled": (lambda: packed(accumulate_cast_triton, c.F32, 0.5), 40, 24),
     "differences in 8 bits": (lambda: encoded(8, c.F32, c.B16), 6, 4),
     "weights and 8 bits": (lambda: decoded(8, 1, True, c.B16), 10, 2),
     "weights and 4 bits": (lambda: decoded(4, 1, True, c.F32), 12, 4),

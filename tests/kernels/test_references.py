@@ -24,15 +24,6 @@ from zc.kernels.decode_blocks import decode_blocks_reference
 from zc.kernels.encode_blocks import encode_blocks_reference
 
 ALL = (c.F32, c.B16, c.F16, c.F64)
-SCALES = (1.0, 0.25, 1 / 3)
-
-
-def flatten(out: Tensor, grads: list[Tensor], offsets: list[int], scale: float) -> None:
-    kernels.flatten_cast(out, grads, offsets, scale=scale)
-
-
-def accumulate(acc: Tensor, grads: list[Tensor], offsets: list[int], scale: float) -> None:
-    kernels.accumulate_cast(acc, grads, offsets, scale=scale)
 
 
 def reduce(rows: Tensor, out: Tensor, scale: float, add: bool) -> None:
@@ -60,31 +51,29 @@ def test_without_triton_a_gpu_s_user_is_told_what_to_install() -> None:
     assert "a note of cpu" in zc.explain(model).sections["notes"]
 
 
-@pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("dtype", ALL, ids=str)
-def test_flatten_cast(dtype: torch.dtype, scale: float) -> None:
+def test_flatten_cast(dtype: torch.dtype) -> None:
     grads = c.mixed_grads(c.SIZES, ALL, "cpu")
     for offsets, numel in c.layouts(grads):
-        c.check_flatten(flatten, "cpu", dtype, grads, offsets, numel, scale, c.nearest)
+        c.check_flatten(kernels.flatten_cast, "cpu", dtype, grads, offsets, numel, c.nearest)
 
 
 @given(
     sizes=st.lists(st.integers(0, 70), max_size=6),
     gaps=st.lists(st.integers(0, 70), min_size=1, max_size=3),
     order=st.permutations(ALL),
-    scale=st.sampled_from(SCALES),
 )
 @settings(deadline=None, max_examples=60)
-def test_flatten_cast_of_any_layout(sizes: list[int], gaps: list[int], order: list[torch.dtype], scale: float) -> None:
+def test_flatten_cast_of_any_layout(sizes: list[int], gaps: list[int], order: list[torch.dtype]) -> None:
     grads = [c.values((size,), order[i % 4], seed=i) for i, size in enumerate(sizes)]
-    c.check_flatten(flatten, "cpu", order[0], grads, *c.spread(grads, gaps), scale, c.nearest, shift=1)
+    c.check_flatten(kernels.flatten_cast, "cpu", order[0], grads, *c.spread(grads, gaps), c.nearest, shift=1)
     acc_dtype = c.F64 if order[0] == c.F64 else c.F32
-    c.check_accumulate(accumulate, "cpu", acc_dtype, grads, *c.spread(grads, gaps), scale)
+    c.check_accumulate(kernels.accumulate_cast, "cpu", acc_dtype, grads, *c.spread(grads, gaps))
 
 
 def test_flatten_cast_of_nothing_is_zeros() -> None:
-    c.check_flatten(flatten, "cpu", c.B16, [], [], 100, 1.0, c.nearest)
-    c.check_flatten(flatten, "cpu", c.B16, [], [], 0, 1.0, c.nearest)
+    c.check_flatten(kernels.flatten_cast, "cpu", c.B16, [], [], 100, c.nearest)
+    c.check_flatten(kernels.flatten_cast, "cpu", c.B16, [], [], 0, c.nearest)
 
 
 def test_gradients_that_require_grad_leave_no_graph() -> None:
@@ -93,12 +82,11 @@ def test_gradients_that_require_grad_leave_no_graph() -> None:
     assert not out.requires_grad
 
 
-@pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("dtype", [c.F32, c.F64], ids=str)
-def test_accumulate_cast(dtype: torch.dtype, scale: float) -> None:
+def test_accumulate_cast(dtype: torch.dtype) -> None:
     grads = c.mixed_grads(c.SIZES, ALL, "cpu")
     for offsets, numel in c.layouts(grads):
-        c.check_accumulate(accumulate, "cpu", dtype, grads, offsets, numel, scale)
+        c.check_accumulate(kernels.accumulate_cast, "cpu", dtype, grads, offsets, numel)
 
 
 @pytest.mark.parametrize("add", [False, True])

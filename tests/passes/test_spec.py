@@ -15,16 +15,15 @@ from torch import fx
 from zc.errors import PassError
 from zc.passes.verify import examine
 from zc.schedule.buffer import KINDS, MAIN, Buffer, carried_by, carried_event
-from zc.schedule.contents import facts_of
+from zc.schedule.contents import FACTS
 from zc.schedule.nodes import TARGETS, change, op_of, put, text
 from zc.schedule.spec import (
     Accumulate,
     Deposit,
+    Exchange,
     FlattenCast,
-    LaunchReduce,
     Op,
     RecordEvent,
-    Release,
     Role,
     Segment,
     WgradInto,
@@ -41,7 +40,6 @@ def test_a_record_comes_back_as_it_was_put_in() -> None:
         Segment("segment_0", (x, x)), Segment("segment_1", ()), FlattenCast(2, RING, (0, 1), (x, x)),
         FlattenCast(2, RING, (), (), ((3, 8),)), FlattenCast(2, RING, (0,), (x,), ()), Deposit(2, 1, x),
         WgradInto(2, ACC, 0, 0, 3, (x,), "scatter"), WgradInto(2, ACC, 0, 0, 3, (x,)), Accumulate(2, ACC, RING),
-        Release((x, x)),
     ]  # fmt: skip
     nodes = [put(graph, op) for op in records]
     assert [op_of(node) for node in nodes] == records
@@ -60,12 +58,11 @@ def test_a_record_comes_back_as_it_was_put_in() -> None:
         (Accumulate, (2, "akk[2]", "recv[0]"), r"accumulate is no Accumulate: dst='akk\[2\]': akk\[2\] is no buffer"),
         (Accumulate, (2, "acc[2]", "recv"), r"src='recv': 'recv' is no buffer's name"),
         (Accumulate, (2, "acc[2]", "recv[-1]"), r"src='recv\[-1\]'"),
-        (LaunchReduce, (2, "recv[0]", 3), r"src=3: no str"),
+        (Exchange, (2, "recv[0]", 3), r"src=3: no str"),
         (FlattenCast, (2, "flat_grad[0]", 0, []), r"slots=0: no tuple"),
         (FlattenCast, (2, "flat_grad[0]", (0,), ["x"]), None),
         (FlattenCast, (2, "flat_grad[0]", (0.0,), ["x"]), r"slots=\(0.0,\)"),
         (WgradInto, (2, "acc[2]", 0, 0), r"wgrad_into is no WgradInto"),
-        (Release, (1,), r"values=\(1,\)"),
         (RecordEvent, ("done/akk[0]",), r"event='done/akk\[0\]': akk\[0\] is no buffer"),
     ],
 )
@@ -86,9 +83,9 @@ def test_a_node_is_checked_where_it_is_made_and_where_it_is_changed() -> None:
     x = graph.placeholder("x")
     with pytest.raises(PassError, match=r"deposit is no Deposit: slot=None"):
         put(graph, Deposit(0, None, x))
-    node = put(graph, LaunchReduce(0, Buffer("recv", 0), RING))
-    with pytest.raises(PassError, match=r"launch_reduce is no LaunchReduce: bucket='0'"):
-        change(node, LaunchReduce("0", Buffer("recv", 0), RING))
+    node = put(graph, Exchange(0, Buffer("recv", 0), RING))
+    with pytest.raises(PassError, match=r"exchange is no Exchange: bucket='0'"):
+        change(node, Exchange("0", Buffer("recv", 0), RING))
 
 
 def test_whoever_changes_arguments_changes_the_record() -> None:
@@ -108,18 +105,19 @@ def test_whoever_changes_arguments_changes_the_record() -> None:
 
 def test_every_kind_has_its_own_name() -> None:
     names = [target.__name__ for target in TARGETS.values()]
-    assert len(names) == len(set(names)) == 36 and {"wgrad_into", "copy_to_device", "record_event"} <= set(names)
+    assert len(names) == len(set(names)) == 25 and {"wgrad_into", "copy_to_device", "record_event"} <= set(names)
 
 
 def test_every_kind_says_what_it_does() -> None:
     """Its role, the buffers that it reads and writes, and what those that it writes hold afterwards."""
+    facts = {fact for *both, _ in FACTS for fact in both}
     for kind in TARGETS:
         fields = {*kind.reads, *kind.writes, *(row.field for row in kind.contents)}
         assert kind.role in Role and fields <= kind.__dataclass_fields__.keys(), kind
         assert {*kind.writes} <= {row.field for row in kind.contents}, kind
-        assert {fact for row in kind.contents for fact in row.when.split()} <= facts_of(None), kind
+        assert {fact for row in kind.contents for fact in row.when.split()} <= facts, kind
     reductions = {kind.__name__ for kind in TARGETS if kind.role is Role.REDUCTION}
-    by_messages = {"LaunchReduce", "WaitReduce", "Accumulate", "Quantise", "AccumulateQuantised"}
+    by_messages = {"Exchange", "Accumulate", "Quantise", "AccumulateQuantised"}
     assert reductions == {"ReduceRows"} | by_messages
 
 
@@ -128,7 +126,8 @@ def test_the_proof_refuses_a_kind_that_does_not_say_what_it_leaves(monkeypatch: 
     put(graph, FlattenCast(0, RING, (), ()), stream="compute")
     graph.output(())
     monkeypatch.setattr(FlattenCast, "contents", ())
-    assert any("flat_grad[0] holds nothing; flatten_cast of bucket 0 can't take it" in f for f in examine(graph).faults)
+    faults = examine(graph, plan_for(["x"])).faults
+    assert any("flat_grad[0] holds nothing; flatten_cast of bucket 0 can't take it" in f for f in faults)
 
 
 def test_a_buffer_and_its_name() -> None:

@@ -5,9 +5,8 @@ at each step asks a *chooser* which stream goes on. Whatever order comes out, so
 that of systematic concurrency testing (VeriSoft, POPL 1997; PCT, ASPLOS 2010), here with the worst orders by hand:
 each stream in turn delayed to the last legal moment, and run at the first.
 
-What a launch sends travels by itself: `AdversarialStreams.transfer` makes a stream of its own for it, which the
-completion cuts short. Storage that is released or not yet written is NaN (`Values`, and buffers filled with NaN), so
-that a task which runs too early or too late can't be right by luck.
+Storage that is not yet written, or no longer in use, is NaN (`Values`, and buffers filled with NaN), so that a task
+which runs too early or too late can't be right by luck.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from zc.engine.streams import Task
 from zc.schedule.buffer import MAIN
 
 T = TypeVar("T")
-TRANSFER = "transfer."  # each launch's own stream: transfer.0, transfer.1, ...
 
 
 class Ready(NamedTuple):
@@ -40,28 +38,6 @@ class _Fence:
 
     def __init__(self) -> None:
         self.reached = False
-
-
-class Transfer:
-    """What is in flight between a launch and its completion."""
-
-    def __init__(self, task: Task) -> None:
-        self._task: Task | None = task
-
-    def __call__(self) -> None:
-        """The exchange itself."""
-        task, self._task = self._task, None
-        assert task is not None
-        task()
-
-    def finish(self) -> None:
-        """What the completion does: the exchange now, if it did not happen before."""
-        if not self.is_done:
-            self()
-
-    @property
-    def is_done(self) -> bool:
-        return self._task is None
 
 
 class Values(dict[str, Any]):
@@ -121,12 +97,6 @@ class AdversarialStreams:
         stuck = [s for s, tasks in self._lanes.items() if self._at.get(s, 0) < len(tasks)]
         assert not stuck, f"streams {stuck} wait for events that nobody reaches"
 
-    def transfer(self, task: Task) -> Transfer:
-        """Called by a launch while it runs: ``task`` may run at any later time, at the latest in ``finish``."""
-        transfer = Transfer(task)
-        self._put(f"{TRANSFER}{self._issued}", transfer)
-        return transfer
-
     # --- inside ---
 
     def _put(self, stream: str, item: Task | _Fence) -> None:
@@ -149,18 +119,12 @@ class AdversarialStreams:
                         break
                     at += 1
                 self._at[stream] = at
-        for stream in [s for s, tasks in self._lanes.items() if tasks and _is_over(tasks[-1][1])]:
-            del self._lanes[stream]
         ready = []
         for stream, tasks in self._lanes.items():
             at = self._at[stream]
             if at < len(tasks) and not isinstance(tasks[at][1], _Fence):
                 ready.append(Ready(stream, tasks[at][0]))
         return sorted(ready)
-
-
-def _is_over(item: Task | _Fence) -> bool:
-    return isinstance(item, Transfer) and item.is_done
 
 
 class _Silent:
@@ -203,9 +167,9 @@ def _is_one(stream: str, names: Sequence[str]) -> bool:
 
 
 def worst(streams: Sequence[str]) -> Iterator[Chooser]:
-    """Each stream, the transfers among them, delayed to the last legal moment and run at the first; and each pair of
+    """Each stream delayed to the last legal moment and run at the first; and each pair of
     one that is early and one that is late."""
-    names = (*streams, TRANSFER)
+    names = tuple(streams)
     yield in_order
     for name in names:
         yield first(name)

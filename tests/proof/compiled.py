@@ -18,7 +18,6 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives
-from producers import spread_producers
 from simulation import Case
 from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
@@ -214,7 +213,7 @@ def capture(name: str) -> Captured:
 
 
 def case(
-    name: str, *, stage: int = 2, world_size: int = 2, ring: int = 2, producers: int = 1, in_place: bool = False,
+    name: str, *, stage: int = 2, world_size: int = 2, ring: int = 2, in_place: bool = False,
     offload: str | None = None, overlap: bool = True,
 ) -> Case:  # fmt: skip
     captured = capture(name)
@@ -224,7 +223,6 @@ def case(
     )  # fmt: skip
     plan = make_plan(captured.specs, config, flat(world_size))
     passes = pipeline(in_place=in_place)
-    passes = tuple(spread_producers(producers) if p.name == "place_on_streams" else p for p in passes)
     graphs, owed = [], Debt()
     for number, (graph, args) in enumerate(captured.graphs):
         new = copy_graph(graph)
@@ -236,7 +234,7 @@ def case(
         graphs.append(_scheduled(new, plan, passes, f"{name} {number}"))
     graphs += list(_rest(captured, plan, passes, owed))
     more = [f"offload {offload}"] * bool(offload) + ["in place"] * in_place + ["no overlap"] * (not overlap)
-    label = " ".join([name, f"s{stage} w{world_size} r{ring} p{producers}", *more])
+    label = " ".join([name, f"s{stage} w{world_size} r{ring}", *more])
     return Case(label, plan, tuple(graphs))
 
 
@@ -266,14 +264,14 @@ def _rest(captured: Captured, plan: Plan, passes: tuple[Pass, ...], owed: Debt) 
 
 
 def cases() -> Iterator[Case]:
-    """Each model under some plans: both stages, one to three ranks, streams, rings, in place, offload."""
+    """Each model under some plans: both stages, one to three ranks, rings, in place, offload."""
     for name in MODELS:
         yield case(name)
-        yield case(name, stage=1, producers=2)
+        yield case(name, stage=1)
     for name in ("views", "donated", "dynamic", "checkpoint", "tied", "in place"):
-        yield case(name, ring=1, producers=3, world_size=3)
+        yield case(name, ring=1, world_size=3)
     for name in ("in place", "donated", "views", "graph break", "dynamic"):
-        yield case(name, in_place=True, producers=2)
+        yield case(name, in_place=True)
         yield case(name, in_place=True, stage=1)
     for name in ("donated", "graph break", "tied", "eager part"):
         yield case(name, offload="cpu")

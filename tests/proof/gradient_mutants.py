@@ -17,19 +17,14 @@ from zc.schedule.spec import (
     Accumulate,
     AccumulateCast,
     AccumulateQuantised,
-    ApplyUpdate,
     Cast,
     CopyToHost,
     Deposit,
-    EncodeUpdate,
-    ExchangeUpdates,
+    Exchange,
     FlattenCast,
     Gather,
-    GatherNet,
-    LaunchReduce,
     Quantise,
     StageShard,
-    WaitReduce,
     WgradInto,
     Write,
 )
@@ -150,28 +145,26 @@ def accumulate_deleted(graph: fx.Graph) -> Iterator[Mutant]:
     yield from map(_erased, _nodes(graph, Accumulate | AccumulateQuantised))
 
 
-def _reductions(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node, fx.Node]]:
-    kinds = LaunchReduce, WaitReduce, Accumulate | AccumulateQuantised
+def _reductions(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node]]:
+    kinds = Exchange, Accumulate | AccumulateQuantised
     yield from zip(*(_nodes(graph, kind) for kind in kinds), strict=True)
 
 
 def encoded_wrongly(graph: fx.Graph) -> Iterator[Mutant]:
     """A gradient that is encoded twice, never, or decoded before it has arrived; or sent as it is, where others
     decode it."""
-    launches = [node for node, op in _of(graph, LaunchReduce) if op.src.kind == "wire"]
+    exchanges = [node for node, op in _of(graph, Exchange) if op.src.kind == "wire"]
     totals = _nodes(graph, AccumulateQuantised)
-    for (node, op), launch, total in zip(_of(graph, Quantise), launches, totals, strict=True) if totals else ():
+    for (node, op), exchange, total in zip(_of(graph, Quantise), exchanges, totals, strict=True) if totals else ():
         yield _doubled(node)
         yield _erased(node)
-        yield _moved(total, launch)
-        done = next(n for n in _nodes(graph, WaitReduce) if op_of(n).work is launch)
+        yield _moved(total, node)
 
-        def plain(g: Any, where: Any, op: Any = op, launch: Any = launch, done: Any = done, node: Any = node) -> None:
-            for each in (launch, done):
-                change(where[each], replace(op_of(where[each]), src=op.src))
+        def plain(g: Any, where: Any, op: Any = op, exchange: Any = exchange, node: Any = node) -> None:
+            change(where[exchange], replace(op_of(where[exchange]), src=op.src))
             g.erase_node(where[node])
 
-        yield f"{launch.name} of what is not encoded", plain
+        yield f"{exchange.name} of what is not encoded", plain
 
 
 def _moved(node: fx.Node, after: fx.Node) -> Mutant:
@@ -179,28 +172,26 @@ def _moved(node: fx.Node, after: fx.Node) -> Mutant:
 
 
 def difference_lost(graph: fx.Graph) -> Iterator[Mutant]:
-    """A difference of weights that is not sent, not added, added before the others' are there, or twice."""
-    encodes, sends, adds = (_nodes(graph, kind) for kind in (EncodeUpdate, ExchangeUpdates, ApplyUpdate))
-    for encode, send, add in zip(encodes, sends, adds, strict=True):
-        for node in (encode, send, add):
+    """Weights that are gathered as they are, where each rank has only its own new; not at all, or twice."""
+    for node, op in _of(graph, Gather):
+        if op.buffer.kind == "flat_param":  # with overlap_gather a bucket may stay as it is
             yield _erased(node)
-        yield _doubled(send)
-        yield _doubled(add)  # an encode that is doubled writes the same bits again
-        yield _moved(add, encode)
+        yield _doubled(node)
+        if op.via is not None:
+            yield _changed(node, via=None)
 
 
 def reduction_deleted(graph: fx.Graph) -> Iterator[Mutant]:
-    if _of(graph, LaunchReduce):
+    if _of(graph, Exchange):
         yield from (_erased(*chain) for chain in _reductions(graph))
 
 
 def reduction_bypassed(graph: fx.Graph) -> Iterator[Mutant]:
     """Accumulated from what was to be sent: this rank's own gradient counts for the mean."""
-    for launch, done, total in _reductions(graph) if _of(graph, LaunchReduce) else ():
+    for exchange, total in _reductions(graph) if _of(graph, Exchange) else ():
 
-        def edit(g: Any, where: Any, a: fx.Node = launch, b: fx.Node = done, c: fx.Node = total) -> None:
-            change(where[c], replace(op_of(c), src=op_of(a).src))
-            g.erase_node(where[b])
+        def edit(g: Any, where: Any, a: fx.Node = exchange, b: fx.Node = total) -> None:
+            change(where[b], replace(op_of(b), src=op_of(a).src))
             g.erase_node(where[a])
 
         yield f"{total.name} without its exchange", edit
@@ -208,21 +199,20 @@ def reduction_bypassed(graph: fx.Graph) -> Iterator[Mutant]:
 
 def second_reduction_lost(graph: fx.Graph) -> Iterator[Mutant]:
     """Of two reductions: only the first, whose sum counts for the mean; or only the second, of what one rank has."""
-    chains = list(_reductions(graph)) if _of(graph, LaunchReduce) else []
+    chains = list(_reductions(graph)) if _of(graph, Exchange) else []
     for first, second in itertools.pairwise(chains):
-        if op_of(first[0]).bucket != op_of(second[0]).bucket or isinstance(op_of(second[2]), AccumulateQuantised):
+        if op_of(first[0]).bucket != op_of(second[0]).bucket or isinstance(op_of(second[1]), AccumulateQuantised):
             continue
 
         def alone(g: Any, where: Any, first: Any = first, second: Any = second) -> None:
-            change(where[first[2]], replace(op_of(first[2]), dst=op_of(second[2]).dst, among=op_of(second[2]).among))
+            change(where[first[1]], replace(op_of(first[1]), dst=op_of(second[1]).dst, among=op_of(second[1]).among))
             for node in reversed(second):
                 g.erase_node(where[node])
 
-        yield f"{first[2].name} without the second reduction", alone
+        yield f"{first[1].name} without the second reduction", alone
 
         def unsummed(g: Any, where: Any, first: Any = first, second: Any = second) -> None:
-            for node in second[:2]:
-                change(where[node], replace(op_of(where[node]), src=op_of(first[0]).src))
+            change(where[second[0]], replace(op_of(second[0]), src=op_of(first[0]).src))
             for node in reversed(first):
                 g.erase_node(where[node])
 
@@ -232,19 +222,13 @@ def second_reduction_lost(graph: fx.Graph) -> Iterator[Mutant]:
 def level_changed(graph: fx.Graph) -> Iterator[Mutant]:
     """Two levels by messages: an exchange between hosts that stays inside, or the other way round; or one of them never
     happens."""
-    if not any(op.among for _, op in _of(graph, LaunchReduce)) and not _of(graph, GatherNet):
+    if not any(op.among for _, op in _of(graph, Exchange)):
         return
-    for chain in _reductions(graph) if _of(graph, LaunchReduce) else ():
+    for chain in _reductions(graph) if _of(graph, Exchange) else ():
         among = None if op_of(chain[0]).among else WITHIN_HOST
         yield _changed(chain[0], among=among)
-        if isinstance(op_of(chain[2]), Accumulate):
-            yield _changed(chain[2], among=among)
-    for node in _nodes(graph, GatherNet):
-        yield _erased(node)
-        yield _doubled(node)
-    for first, second in zip(_nodes(graph, GatherNet), _nodes(graph, Gather), strict=False):
-        yield _erased(second)
-        yield _moved(first, second)
+        if isinstance(op_of(chain[1]), Accumulate):
+            yield _changed(chain[1], among=among)
 
 
 def other_bucket(graph: fx.Graph) -> Iterator[Mutant]:

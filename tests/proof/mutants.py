@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 from torch import fx
 
 from zc.passes.base import copy_graph
-from zc.schedule.buffer import Buffer
-from zc.schedule.nodes import change, op_of, ops, put, steps, stream_of
-from zc.schedule.spec import BucketOp, RecordEvent, Release, Sync, WaitEvent, renamed
+from zc.schedule.buffer import COMM, Buffer
+from zc.schedule.nodes import change, ops, put, stream_of
+from zc.schedule.spec import BucketOp, RecordEvent, Segment, Sync, WaitEvent, renamed
 
 Edit = Callable[[fx.Graph, dict[fx.Node, fx.Node]], None]  # of a copy, given where each node went
 Mutant = tuple[str, Edit]
@@ -62,23 +62,22 @@ def shorter_ring(graph: fx.Graph, kind: str = "flat_grad") -> Iterator[Mutant]:
             yield f"{other} in place of {gone}", edit
 
 
-def early_release(graph: fx.Graph) -> Iterator[Mutant]:
-    """A release that no order holds back: as soon as its values are there."""
-    for node in steps(graph):
-        if not isinstance(op_of(node), Release):
-            continue
+def on_another_stream(graph: fx.Graph) -> Iterator[Mutant]:
+    """A segment on comm: its inputs and its results are values of compute."""
+    for node, op in ops(graph):
+        if isinstance(op, Segment):
 
-        def edit(g: fx.Graph, where: dict[fx.Node, fx.Node], n: fx.Node = node) -> None:
-            max((where[v] for v in n.all_input_nodes), key=list(g.nodes).index).append(where[n])
+            def edit(g: fx.Graph, where: dict[fx.Node, fx.Node], n: fx.Node = node) -> None:
+                where[n].meta["stream"] = COMM
 
-        yield f"{node.name} right after its values", edit
+            yield f"{node.name} on {COMM}", edit
 
 
 KINDS = {
     "wait deleted": without_a_wait,
     "record before producer": record_before_producer,
     "ring shortened": shorter_ring,
-    "release order dropped": early_release,
+    "segment on another stream": on_another_stream,
 }
 
 

@@ -4,7 +4,7 @@
 schedule's operations. `Enumeration` tries all orders that the events allow, without any clock.
 
 The contract of docs/proof.md becomes operations: the caller and earlier schedules before, the caller and later
-schedules after. An exchange in flight is an operation on a stream of its own.
+schedules after.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.cuda import _sanitizer
 from zc.planning.plan import Plan
 from zc.schedule.buffer import HOST, MAIN, Access, Buffer, carried_event, overlap
 from zc.schedule.nodes import accesses, op_of, shared_buffers, steps, stream_of
-from zc.schedule.spec import LaunchReduce, RecordEvent, Sync, WaitEvent, WaitReduce
+from zc.schedule.spec import RecordEvent, Sync, WaitEvent
 
 
 class Op(NamedTuple):
@@ -35,7 +35,7 @@ class Op(NamedTuple):
     node: fx.Node | None = None
 
 
-def operations(graph: fx.Graph, plan: Plan | None) -> list[Op]:
+def operations(graph: fx.Graph, plan: Plan) -> list[Op]:
     """The schedule, with what the contract says of before and after."""
     shared = sorted(shared_buffers(graph, plan))
     nodes = list(steps(graph))
@@ -81,26 +81,9 @@ def _operations_of(node: fx.Node, sides: set[str]) -> Iterator[Op]:
         return
     reads, writes = accesses(node)
     reads, writes = (tuple(b for a in group for b in _both(a)) for group in (reads, writes))
-    if isinstance(op, LaunchReduce):
-        end = (Access(f"end of {stream}"),) if stream in sides else ()
-        yield Op(stream, "touch", writes=(*(a for a in writes if _is_value(a)), *end), node=node)
-        writes = tuple(a for a in writes if not _is_value(a))  # the work is a host object: there at once
-        yield Op(stream, "record", event=f"start of {node.name}")
-        yield Op(f"flight of {node.name}", "wait", event=f"start of {node.name}")
-        yield Op(f"flight of {node.name}", "touch", reads, writes, node=node)
-        yield Op(f"flight of {node.name}", "record", event=f"arrival of {node.name}")
-        return
-    if isinstance(op, WaitReduce):
-        yield Op(stream, "touch", reads=tuple(a for a in reads if _is_value(a)), node=node)
-        yield Op(stream, "wait", event=f"arrival of {op.work.name}")
     if stream in sides and not isinstance(op, Sync):
         writes = (*writes, Access(f"end of {stream}"))
     yield Op(stream, "touch", reads, writes, node=node)
-
-
-def _is_value(access: Access) -> bool:
-    """Not of the plan: neither a buffer, nor one of its two pasts."""
-    return str(access.buffer).startswith("%")
 
 
 def _both(access: Access) -> tuple[Access, ...]:
@@ -131,7 +114,7 @@ class _NoTrace(list[Any]):
         return []
 
 
-def sanitizer_finds_a_race(graph: fx.Graph, plan: Plan | None) -> bool:
+def sanitizer_finds_a_race(graph: fx.Graph, plan: Plan) -> bool:
     """What torch's CUDA sanitizer says of the same operations. It sees races only."""
     ops = operations(graph, plan)
     cells = _cells(ops)
@@ -161,7 +144,7 @@ def sanitizer_finds_a_race(graph: fx.Graph, plan: Plan | None) -> bool:
 class Enumeration:
     """All orders that the events allow: which operation may run while an earlier, conflicting one has not."""
 
-    def __init__(self, graph: fx.Graph, plan: Plan | None) -> None:
+    def __init__(self, graph: fx.Graph, plan: Plan) -> None:
         self.ops = operations(graph, plan)
         last: dict[str, int] = {}
         recorded: dict[str, int] = {}

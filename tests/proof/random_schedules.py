@@ -8,31 +8,27 @@ from hypothesis import strategies as st
 from schedules import make
 from torch import fx
 
-from zc.errors import PassError
 from zc.passes import insert_events
 from zc.planning.plan import Plan
-from zc.schedule.buffer import COMM, COPY, HOST, MAIN, Buffer
-from zc.schedule.nodes import op_of, ops, put, steps, stream_of
+from zc.schedule.buffer import COMM, COMM_HOST, COPY, HOST, MAIN, Buffer
+from zc.schedule.nodes import ops, put, steps, stream_of
 from zc.schedule.spec import (
     Accumulate,
     CopyToDevice,
     CopyToHost,
     Event,
+    Exchange,
     FlattenCast,
     Gather,
-    LaunchReduce,
-    Op,
     RecordEvent,
-    Release,
     Segment,
     StageShard,
     Update,
     WaitEvent,
-    WaitReduce,
     WgradInto,
 )
 
-STREAMS = (MAIN, COMM, "compute.1")
+STREAMS = (MAIN, COMM, COMM_HOST)
 OFFLOAD_STREAMS = (MAIN, COMM, COPY, HOST)
 OFFLOAD_EVENTS = ("e0", "e1", "done/staging[0]", "done/host[0]", "done/master[0]", "done/acc[0]")
 EVENTS = ("e0", "e1", "e2", "done/flat_grad[0]", "done/flat_grad[1]", "done/acc[0]")
@@ -76,12 +72,9 @@ def schedules(draw: st.DrawFn) -> tuple[fx.Graph, Plan]:
     insert_events and up to two edits, half by chance alone."""
     plan = make(2, ring=2, stage=draw(st.sampled_from((1, 2))))
     by_pass = draw(st.booleans())
-    graph = _operations(draw, with_release=not by_pass)
+    graph = _operations(draw)
     if by_pass:
-        try:
-            graph = insert_events.run(graph, plan)
-        except PassError:  # something stands between a launch and its completion: no wait can help
-            return graph, plan
+        graph = insert_events.run(graph, plan)
         for _ in range(draw(st.integers(0, 2))):
             _edit(draw, graph)
     else:
@@ -90,43 +83,30 @@ def schedules(draw: st.DrawFn) -> tuple[fx.Graph, Plan]:
     return graph, plan
 
 
-def _operations(draw: st.DrawFn, *, with_release: bool) -> fx.Graph:
+def _operations(draw: st.DrawFn) -> fx.Graph:
     graph = fx.Graph()
-    values = [graph.placeholder("x")]
-    flying: list[fx.Node] = []
-    kinds = ["segment", "wgrad", "flatten", "launch", "wait", "accumulate"] + ["release"] * with_release
-
-    def place(op: Op) -> fx.Node:
-        return put(graph, op, stream=draw(st.sampled_from(STREAMS)))
-
-    def complete(launch: fx.Node) -> None:
-        op = op_of(launch)
-        place(WaitReduce(op.bucket, launch, op.dst, op.src))
+    values = {stream: list[fx.Node]() for stream in STREAMS}  # a value is used on the stream that made it
+    values[MAIN].append(graph.placeholder("x"))
+    kinds = ("segment", "wgrad", "flatten", "exchange", "accumulate")
 
     for k in range(draw(st.integers(1, 6))):
-        kind = draw(st.sampled_from(kinds))
+        kind, stream = draw(st.sampled_from(kinds)), draw(st.sampled_from(STREAMS))
         index = draw(st.integers(0, 1))
-        some = draw(st.sampled_from(values)) if values else None
-        inputs, ring = () if some is None else (some,), Buffer("flat_grad", index)
+        inputs = (draw(st.sampled_from(values[stream])),) if values[stream] else ()
+        ring = Buffer("flat_grad", index)
         if kind == "segment":
-            values.append(graph.call_function(operator.getitem, (place(Segment(f"segment_{k}", inputs)), 0)))
+            segment = put(graph, Segment(f"segment_{k}", inputs), stream=stream)
+            values[stream].append(graph.call_function(operator.getitem, (segment, 0)))
         elif kind == "wgrad":
             slot = draw(st.integers(0, 1))
-            place(WgradInto(index, ring, slot, 2 * slot, 2 * slot + 2, inputs))
+            put(graph, WgradInto(index, ring, slot, 2 * slot, 2 * slot + 2, inputs), stream=stream)
         elif kind == "flatten":
-            place(FlattenCast(index, ring, (0,), inputs))
-        elif kind == "launch":
-            flying.append(place(LaunchReduce(index, RECV, draw(st.sampled_from((ring, ACC))))))
-        elif kind == "wait" and flying:
-            complete(flying.pop(0))
+            put(graph, FlattenCast(index, ring, (0,), inputs), stream=stream)
+        elif kind == "exchange":
+            put(graph, Exchange(index, RECV, draw(st.sampled_from((ring, ACC)))), stream=stream)
         elif kind == "accumulate":
-            place(Accumulate(0, ACC, RECV))
-        elif kind == "release" and some is not None:
-            place(Release((some,)))
-            values.remove(some)
-    for launch in flying:
-        complete(launch)
-    graph.output((draw(st.sampled_from(values)),) if values and draw(st.booleans()) else ())
+            put(graph, Accumulate(0, ACC, RECV), stream=stream)
+    graph.output((draw(st.sampled_from(values[MAIN])),) if draw(st.booleans()) else ())
     return graph
 
 

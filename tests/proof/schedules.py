@@ -10,14 +10,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from producers import spread_producers
 from simulation import Case
 from torch import fx
 
 from zc.config import Config
 from zc.engine.overlap_gather import gather_graph, publish_graph
 from zc.offload.host_step import step_graph
-from zc.passes import cut_forward, insert_events, offload_gradients, reduce_buckets, signal_peers
+from zc.passes import cut_forward, insert_events, offload_gradients, place_on_streams, reduce_buckets
 from zc.passes.debt import Debt
 from zc.planning.layout import Rule
 from zc.planning.packing import ParamSpec, make_plan
@@ -63,11 +62,11 @@ def by_messages(num_buckets: int, *, overlap: bool = True, **options: Any) -> Pl
 
 
 class Builder:
-    """Builds one schedule under a plan; ``producers`` streams, ``in_place``: gradients written slot by slot."""
+    """Builds one schedule under a plan; ``in_place``: gradients written slot by slot."""
 
-    def __init__(self, plan: Plan, producers: int = 1, *, in_place: bool = False, tag: str = "") -> None:
+    def __init__(self, plan: Plan, *, in_place: bool = False, tag: str = "") -> None:
         self.tag = tag  # segments are told apart by their keys, also across graphs
-        self.plan, self.producers, self.in_place = plan, producers, in_place
+        self.plan, self.in_place = plan, in_place
         self.graph = fx.Graph()
         self._segments = itertools.count()
         self._written = itertools.count()
@@ -123,7 +122,7 @@ class Builder:
     def finish(self, returned: Sequence[fx.Node | None]) -> fx.Graph:
         self.graph.output(tuple(returned))
         with_copies = offload_gradients.run(self.graph, self.plan)
-        return placed(self.plan, with_copies, Debt(frozenset(self._owed)), self.producers)
+        return placed(self.plan, with_copies, Debt(frozenset(self._owed)))
 
 
 def mlp(b: Builder, buckets: Sequence[int] | None = None) -> list[fx.Node]:
@@ -169,7 +168,7 @@ def encoder_decoder(b: Builder) -> list[fx.Node]:
 
 
 def independent(b: Builder) -> list[fx.Node]:
-    """Heads side by side: producers that nothing orders but the bucket they fill (deepspeed#8061)."""
+    """Heads side by side: each segment makes one gradient of a bucket."""
     x = b.placeholder("tangent")
     for index in range(len(b.plan.buckets)):
         grads = [b.segment([x], 1)[0] for _ in b.plan.buckets[index].slots]
@@ -180,14 +179,14 @@ def independent(b: Builder) -> list[fx.Node]:
 SHAPES: dict[str, Shape] = {"mlp": mlp, "tied": tied, "encdec": encoder_decoder, "heads": independent}
 
 
-def schedule(shape: str, plan: Plan, producers: int = 1, *, in_place: bool = False) -> fx.Graph:
-    builder = Builder(plan, producers, in_place=in_place)
+def schedule(shape: str, plan: Plan, *, in_place: bool = False) -> fx.Graph:
+    builder = Builder(plan, in_place=in_place)
     return builder.finish(SHAPES[shape](builder))
 
 
-def part_of(plan: Plan, buckets: Sequence[int], still_whole: Sequence[int] = (), producers: int = 1) -> fx.Graph:
+def part_of(plan: Plan, buckets: Sequence[int], still_whole: Sequence[int] = ()) -> fx.Graph:
     """One graph of several (graph breaks): some buckets whole, of others one gradient."""
-    b = Builder(plan, producers, tag=f"{buckets[0]}_")
+    b = Builder(plan, tag=f"{buckets[0]}_")
     *_, grad = mlp(b, buckets)
     for index in still_whole:
         (half,) = b.segment([grad], 1)
@@ -213,10 +212,9 @@ def forward(plan: Plan, layers_a_bucket: int = 1) -> fx.Graph:
     return placed(plan, cut_forward.run(b.graph, plan))
 
 
-def placed(plan: Plan, graph: fx.Graph, debt: Debt = NOTHING_OWED, producers: int = 1) -> fx.Graph:
+def placed(plan: Plan, graph: fx.Graph, debt: Debt = NOTHING_OWED) -> fx.Graph:
     """With its streams and events; what it owes, and under which plan, goes with it."""
-    signalled = signal_peers.run(graph, plan)
-    new = insert_events.run(spread_producers(producers).run(signalled, plan), plan)
+    new = insert_events.run(place_on_streams.run(graph, plan), plan)
     new.output_node().meta.update(debt=debt, plan=plan)
     return new
 
@@ -240,26 +238,26 @@ def gathers_of(plan: Plan) -> fx.Graph:
 
 def offloaded() -> Iterator[Case]:
     """Training steps with offload: microbatches, a boundary, the update, in stage 3 gathers; and all of it again."""
-    for mode, stage, num_buckets, ring, producers, world_size, overlap, dtype in (
-        ("cpu", 2, 1, 1, 1, 2, True, torch.float32), ("cpu", 2, 3, 2, 1, 2, True, torch.bfloat16),
-        ("cpu", 2, 5, 3, 2, 2, True, torch.float32), ("cpu", 2, 3, 1, 2, 2, True, torch.float32),
-        ("cpu", 2, 3, 2, 1, 2, False, torch.bfloat16), ("cpu", 2, 3, 2, 1, 1, True, torch.float32),
-        ("cpu", 1, 1, 2, 1, 2, True, torch.float32), ("cpu", 1, 4, 2, 2, 2, True, torch.bfloat16),
-        ("cpu", 1, 3, 1, 1, 2, False, torch.float32), ("cpu", 1, 3, 2, 1, 1, True, torch.bfloat16),
-        ("device", 2, 1, 1, 1, 2, True, torch.float32), ("device", 2, 4, 2, 2, 2, True, torch.bfloat16),
-        ("device", 2, 3, 1, 1, 2, False, torch.float32), ("device", 2, 3, 2, 1, 1, True, torch.float32),
-        ("device", 1, 2, 2, 1, 2, True, torch.float32), ("device", 1, 4, 3, 2, 2, True, torch.bfloat16),
-        ("device", 1, 3, 2, 1, 2, False, torch.float32), ("device", 1, 3, 2, 1, 1, True, torch.bfloat16),
-        ("cpu", 3, 3, 2, 1, 2, True, torch.bfloat16), ("cpu", 3, 3, 1, 1, 2, True, torch.float32),
-        ("device", 3, 4, 2, 2, 2, True, torch.float32), ("cpu", 3, 2, 2, 1, 2, False, torch.bfloat16),
-        ("cpu", 3, 3, 2, 1, 1, True, torch.float32),
+    for mode, stage, num_buckets, ring, world_size, overlap, dtype in (
+        ("cpu", 2, 1, 1, 2, True, torch.float32), ("cpu", 2, 3, 2, 2, True, torch.bfloat16),
+        ("cpu", 2, 5, 3, 2, True, torch.float32), ("cpu", 2, 3, 1, 2, True, torch.float32),
+        ("cpu", 2, 3, 2, 2, False, torch.bfloat16), ("cpu", 2, 3, 2, 1, True, torch.float32),
+        ("cpu", 1, 1, 2, 2, True, torch.float32), ("cpu", 1, 4, 2, 2, True, torch.bfloat16),
+        ("cpu", 1, 3, 1, 2, False, torch.float32), ("cpu", 1, 3, 2, 1, True, torch.bfloat16),
+        ("device", 2, 1, 1, 2, True, torch.float32), ("device", 2, 4, 2, 2, True, torch.bfloat16),
+        ("device", 2, 3, 1, 2, False, torch.float32), ("device", 2, 3, 2, 1, True, torch.float32),
+        ("device", 1, 2, 2, 2, True, torch.float32), ("device", 1, 4, 3, 2, True, torch.bfloat16),
+        ("device", 1, 3, 2, 2, False, torch.float32), ("device", 1, 3, 2, 1, True, torch.bfloat16),
+        ("cpu", 3, 3, 2, 2, True, torch.bfloat16), ("cpu", 3, 3, 1, 2, True, torch.float32),
+        ("device", 3, 4, 2, 2, True, torch.float32), ("cpu", 3, 2, 2, 2, False, torch.bfloat16),
+        ("cpu", 3, 3, 2, 1, True, torch.float32),
     ):  # fmt: skip
         plan = make(
             num_buckets, stage=stage, ring=ring, overlap=overlap, world_size=world_size, offload=mode, dtype=dtype
         )
-        inside, outside = (schedule("mlp", p, producers) for p in (plan.microbatch(), plan))
+        inside, outside = (schedule("mlp", p) for p in (plan.microbatch(), plan))
         label = f"{'' if overlap else ' no overlap'}{' bf16' if dtype == torch.bfloat16 else ''}"
-        name = f"offload {mode} b{num_buckets} r{ring} p{producers} s{stage} w{world_size}{label}"
+        name = f"offload {mode} b{num_buckets} r{ring} s{stage} w{world_size}{label}"
         gathers = (gathers_of(plan),) if plan.placement.shards_weights else ()
         step, copies = step_of(plan), step_of(plan, with_update=False)
         yield Case(name, plan, (inside, outside, step, *gathers, outside, copies, *gathers))
@@ -268,32 +266,41 @@ def offloaded() -> Iterator[Case]:
         name = f"offload cpu whole parameters b3 r{ring} s3{'' if overlap else ' no overlap'}"
         yield Case(name, plan, (schedule("mlp", plan), gathers_of(plan), step_of(plan), gathers_of(plan)))
     plan = make(12, ring=3, offload="cpu")
-    graph = schedule("encdec", plan, 3)
-    yield Case("offload cpu encdec b12 r3 p3 s2 w2", plan, (graph, step_of(plan), graph))
+    graph = schedule("encdec", plan)
+    yield Case("offload cpu encdec b12 r3 s2 w2", plan, (graph, step_of(plan), graph))
 
 
 def cases() -> Iterator[Case]:
     """What the proof is shown on: every schedule twice in a row at least, so that the carried events count."""
     for shape in SHAPES:
-        for num_buckets, ring, producers, stage in (
-            (1, 1, 1, 2), (2, 1, 2, 2), (3, 2, 1, 2), (4, 2, 3, 2), (5, 3, 4, 2), (8, 4, 2, 2), (3, 1, 4, 2),
-            (2, 2, 1, 1), (4, 2, 3, 1), (6, 1, 4, 1),
+        for num_buckets, ring, stage in (
+            (1, 1, 2), (2, 1, 2), (3, 2, 2), (4, 2, 2), (5, 3, 2), (8, 4, 2), (3, 1, 2), (2, 2, 1), (4, 2, 1),
+            (6, 1, 1),
         ):  # fmt: skip
             plan = make(num_buckets, stage=stage, ring=ring)
-            graph = schedule(shape, plan, producers)
-            yield Case(f"{shape} b{num_buckets} r{ring} p{producers} s{stage}", plan, (graph, graph))
-    for num_buckets, ring, producers, stage in ((1, 1, 3, 2), (3, 2, 2, 2), (4, 2, 4, 2), (6, 3, 3, 2), (3, 1, 3, 1)):
+            graph = schedule(shape, plan)
+            yield Case(f"{shape} b{num_buckets} r{ring} s{stage}", plan, (graph, graph))
+    for num_buckets, ring, stage in ((1, 1, 2), (3, 2, 2), (4, 2, 2), (6, 3, 2), (3, 1, 1)):
         plan = make(num_buckets, slots=3, ring=ring, stage=stage)
-        graph = schedule("heads", plan, producers, in_place=True)
-        yield Case(f"in place b{num_buckets} r{ring} p{producers} s{stage}", plan, (graph, graph))
-    for producers in (1, 3):
-        plan = make(6, ring=2)
-        graphs = (part_of(plan, (0, 1), (2,), producers), part_of(plan, (3, 4, 5), (), producers))
-        yield Case(f"graph break p{producers}", plan, (*graphs, *graphs))
-        plan = make(4, stage=1)
-        inside = schedule("mlp", replace(plan, is_boundary=False), producers)
-        outside = schedule("mlp", plan, producers)
-        yield Case(f"no_sync p{producers}", plan, (inside, outside, outside, inside))
+        graph = schedule("heads", plan, in_place=True)
+        yield Case(f"in place b{num_buckets} r{ring} s{stage}", plan, (graph, graph))
+    plan = make(6, ring=2)
+    graphs = (part_of(plan, (0, 1), (2,)), part_of(plan, (3, 4, 5)))
+    yield Case("graph break", plan, (*graphs, *graphs))
+    plan = make(4, stage=1)
+    inside, outside = schedule("mlp", replace(plan, is_boundary=False)), schedule("mlp", plan)
+    yield Case("no_sync", plan, (inside, outside, outside, inside))
+    for shape, num_buckets, ring, stage, overlap, more in (
+        ("mlp", 3, 2, 2, True, {}), ("heads", 3, 1, 2, True, {}), ("tied", 3, 2, 1, True, {}),
+        ("mlp", 2, 1, 2, False, {}), ("mlp", 3, 1, 2, True, {"num_hosts": 2, "world_size": 4}),
+        ("tied", 3, 2, 1, True, {"num_hosts": 2, "world_size": 4}), ("mlp", 3, 2, 2, True, {"num_replicas": 2}),
+        ("mlp", 2, 2, 1, True, {"num_replicas": 2}), ("mlp", 3, 2, 2, True, {"overlap_gather": True}),
+    ):  # fmt: skip
+        plan = make(num_buckets, ring=ring, stage=stage, overlap=overlap, reads=True, **more)
+        graph, gathers = schedule(shape, plan), placed(plan, gather_graph(plan, range(num_buckets)))
+        ahead = (forward(plan),) if plan.overlap_gather else ()
+        name = f"memory {shape} b{num_buckets} r{ring} s{stage}{'' if overlap else ' no overlap'} {' '.join(more)}"
+        yield Case(name, plan, (graph, graph, gathers, *ahead, graph))
     for num_buckets, layers in ((1, 1), (3, 2), (8, 1)):
         plan = make(num_buckets, overlap_gather=True)
         gathers = placed(plan, gather_graph(plan, range(num_buckets)))
@@ -328,9 +335,9 @@ def cases() -> Iterator[Case]:
     gathers = placed(plan, gather_graph(plan, range(3)))
     yield Case("8 bits overlap_gather b3", plan, (gathers, forward(plan), schedule("mlp", plan), gathers))
     plan = make(64, ring=4)
-    yield Case("mlp b64 r4 p4 s2", plan, (schedule("mlp", plan, 4),) * 2)
+    yield Case("mlp b64 r4 s2", plan, (schedule("mlp", plan),) * 2)
     plan = make(64, stage=1)
-    yield Case("tied b64 p2 s1", plan, (schedule("tied", plan, 2),) * 2)
+    yield Case("tied b64 s1", plan, (schedule("tied", plan),) * 2)
 
 
 def surrounded(case: Case, graph: fx.Graph) -> Case:

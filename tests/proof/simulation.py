@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from adversary import AdversarialStreams, Chooser, Transfer, Values
+from adversary import AdversarialStreams, Chooser, Values
 from torch import Tensor, fx
 
 from zc.planning.plan import Plan
@@ -139,22 +139,13 @@ class Simulation:
         before = self.kept.get((bucket, slot))
         self.kept[bucket, slot] = grad.clone() if before is None else self.keep * before + grad
 
-    def launch_reduce(self, bucket: int, dst: str, src: str, among: str | None = None) -> Transfer:
-        out, sent = self.part(dst, bucket), self.part(src, bucket)
-        out.fill_(NAN)  # nobody may look at it now
-
-        def exchange() -> None:
-            out.copy_(self.gain * sent + self.shift * bucket)
-
-        return self.streams.transfer(exchange)
-
-    def wait_reduce(self, bucket: int, work: Transfer, dst: str, src: str, among: str | None = None) -> None:
-        if isinstance(work, Transfer):  # else: a completion that ran before its launch
-            work.finish()
+    def exchange(self, bucket: int, dst: str, src: str, among: str | None = None) -> None:
+        gain = self.gain if among is None else 1.0 + 2.0 * self.shift  # other ranks than those between hosts
+        self.part(dst, bucket).copy_(gain * self.part(src, bucket) + self.shift * bucket)
         self._spend(src)
 
     def _spend(self, src: str) -> None:
-        if Buffer.named(src).kind in ("flat_grad", "host_sum", "wire"):  # the next bucket must write its own
+        if Buffer.named(src).kind != "recv":  # nobody needs it any more
             self.buffer(src).fill_(NAN)
 
     def accumulate(self, bucket: int, acc: str, src: str, among: str | None = None) -> None:
@@ -164,11 +155,22 @@ class Simulation:
             out.copy_(self.gain * rows)
             self.part(src, bucket).fill_(NAN)
             return
+        self._add(bucket, out, rows)
+
+    def _add(self, bucket: int, out: Tensor, rows: Tensor) -> None:
         if self.plan.placement.shards_gradients:
             out.copy_(self.keep * out + rows)
         else:
             before = self.aside.pop(bucket, torch.zeros_like(out))  # what was reduced already is added after
             out.copy_(rows + (1.0 - self.keep) * 0.5 * before)
+
+    def reduce_rows(self, bucket: int, dst: str, src: str) -> None:
+        out, rows = self.part(dst, bucket), self.gain * self.part(src, bucket) + self.shift * bucket
+        self._spend(src)
+        if Buffer.named(dst).kind == "host_sum":
+            out.copy_(rows)
+        else:
+            self._add(bucket, out, rows)
 
     def quantise(self, bucket: int, dst: str, src: str) -> None:
         self.part(dst, bucket).copy_(0.75 * self.part(src, bucket) + 2.0)
@@ -177,16 +179,6 @@ class Simulation:
     def accumulate_quantised(self, bucket: int, acc: str, src: str) -> None:
         self.part(src, bucket).mul_(1.5)
         self.accumulate(bucket, acc, src)
-        self.part(src, bucket).fill_(NAN)
-
-    def encode_update(self, bucket: int, dst: str, src: str) -> None:
-        self.part(dst, bucket).copy_(0.5 * self.part(src, bucket) + bucket)
-
-    def exchange_updates(self, bucket: int, buffer: str) -> None:
-        self.part(buffer, bucket).mul_(1.25)
-
-    def apply_update(self, bucket: int, dst: str, src: str) -> None:
-        self.part(dst, bucket).add_(self.part(src, bucket))
         self.part(src, bucket).fill_(NAN)
 
     def _copy(self, bucket: int, dst: str, src: str) -> None:
@@ -210,14 +202,16 @@ class Simulation:
         self.part(dst, bucket).copy_(self.gain * self.part(src, bucket) + bucket)
         self.part(src, bucket).fill_(NAN)
 
-    def gather_weights(self, bucket: int, dst: str, src: str, start: int, stop: int) -> None:
+    def gather_weights(self, bucket: int, dst: str, src: str, start: int, stop: int, via: str | None = None) -> None:
         self.part(dst, bucket).copy_(1.25 * self.part(src, bucket) + bucket)
 
-    def gather_net(self, bucket: int, buffer: str) -> None:
-        self.buffer(buffer).copy_(0.75 * self.buffer(buffer) + 2.0)
-
-    def gather(self, bucket: int, buffer: str) -> None:
-        self.buffer(buffer).copy_(1.25 * self.buffer(buffer) + bucket)
+    def gather(self, bucket: int, buffer: str, via: str | None = None) -> None:
+        out = self.buffer(buffer)
+        if via is not None:  # as if another bucket's rows had been there
+            self.part(via, bucket).copy_(0.5 * self.part(buffer, bucket) + 2.0)
+            self.part(buffer, bucket).add_(self.part(via, bucket))
+            self.part(via, bucket).fill_(NAN)
+        out.copy_(1.25 * out + bucket)
 
     def publish(self, bucket: int, buffer: str) -> None:
         self.published.append(self.buffer(buffer).clone())

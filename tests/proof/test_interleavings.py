@@ -28,9 +28,9 @@ def test_one_result_under_all_orders(case: Case) -> None:
 
 
 def test_all_orders_of_small_schedules() -> None:
-    """Two buckets through one buffer: some 12 operations of the schedule, every order of them."""
-    for shape, stage, ring, at_least in (("mlp", 2, 1, 10), ("heads", 2, 2, 100), ("tied", 1, 1, 10)):
-        plan = make(2, slots=1, stage=stage, ring=ring)
+    """Three buckets: some 12 operations of the schedule, every order of them."""
+    for shape, stage, ring, at_least in (("mlp", 2, 1, 50), ("heads", 2, 2, 100), ("tied", 1, 1, 100)):
+        plan = make(3, slots=1, stage=stage, ring=ring)
         case = Case(shape, plan, (schedule(shape, plan),))
         reference = simulation.run(case, adversary.in_order, contract=False)
         count = 0

@@ -77,7 +77,7 @@ def test_some_order_shows_what_verify_rejects() -> None:
 def test_a_wait_too_many_is_rejected() -> None:
     """Each existing wait once more, on its own stream, behind itself."""
     plan = make(4, ring=2)
-    graph = schedule("mlp", plan, producers=3)
+    graph = schedule("mlp", plan)
     for _, name, doubled in mutants.wait_twice(graph):
         faults = examine(doubled, plan)
         assert faults.redundant and not faults.races, name

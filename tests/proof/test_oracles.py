@@ -56,18 +56,14 @@ def test_inserted_events_are_needed_and_enough(schedule: tuple[fx.Graph, Plan]) 
     for node in list(steps(graph)):
         if isinstance(op_of(node), Sync):
             bare.erase_node(where[node])
-    try:
-        placed = insert_events.run(bare, plan)
-    except insert_events.PassError:
-        assert examine(bare, plan).races, "refused, though nothing is in flight"
-        return
+    placed = insert_events.run(bare, plan)
     faults = examine(placed, plan)
     assert not faults.races and not faults.redundant, f"{faults}\n{text(placed)}"
     assert not Enumeration(placed, plan).finds_a_race()
 
 
 def test_the_sanitizer_agrees_over_all_mutants() -> None:
-    """It sees races only: what is released too early, but in order, is verify's alone."""
+    """It sees races only."""
     agreed = 0
     for case in cases():
         if "b64" in case.name:

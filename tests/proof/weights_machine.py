@@ -86,7 +86,7 @@ class _Machine:
                 self.record(lane, args[0])
             elif name == "wait_event":
                 self.wait(lane, args[0])
-            elif name in ("gather_weights", "gather_encoded"):  # what is encoded is decoded before the node ends
+            elif name == "gather_weights":  # what is encoded is decoded before the node ends
                 bucket, _, src, start, stop = args[:5]
                 self.alloc(alive, bucket, start, stop)
                 self.gather(lane, bucket, int(src[len("weight[") : -1]), start, stop, epoch)

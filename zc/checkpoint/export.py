@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.optim import Optimizer
 
 from zc.checkpoint.files import Reader
 from zc.checkpoint.other_state import state_by_string, states_of_frozen
@@ -29,7 +30,7 @@ from zc.checkpoint.together import refuse_together
 from zc.durable import write_synced
 from zc.engine.memory_order import in_shape
 from zc.errors import CheckpointError
-from zc.optim.assignment import Optimizers, like_container
+from zc.optim.assignment import Optimizers, innermost, like_container
 from zc.registry import sharded
 
 if TYPE_CHECKING:
@@ -131,7 +132,8 @@ def full_optimizer_state(model: nn.Module, optimizer: Optimizers) -> Any:
     tensor at a time.
     """
     sharded_model = sharded(model)
-    alone = [each for each in sharded_model.optimizers if each.optimizer is optimizer]
+    inside = innermost(optimizer) if isinstance(optimizer, Optimizer) else None
+    alone = [each for each in sharded_model.optimizers if each.optimizer is inside]
     synchronized(model, sharded_model.container if alone else optimizer)
     refuse_together(sharded_model, alone or sharded_model.optimizers, "zc.full_optimizer_state")
     state: dict[str, dict[str, Any]] = state_of(model, sharded_model)["optimizer"]["state"]

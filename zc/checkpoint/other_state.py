@@ -33,7 +33,7 @@ def frozen_of(one: ShardedOptimizer) -> dict[str, Tensor]:
 
 def states_of_frozen(one: ShardedOptimizer) -> dict[str, dict[str, Any]]:
     """By name; without those that have none."""
-    state = one.optimizer.state
+    state = one.local.state
     return {name: dict(state[param]) for name, param in frozen_of(one).items() if state.get(param)}
 
 
@@ -41,7 +41,7 @@ def state_by_string(one: ShardedOptimizer) -> dict[str, Any]:
     """Raises CheckpointError if the optimizer has state that can't be saved by a name."""
     names = {id(param) for param in (*one.slices.values(), *frozen_of(one).values())}
     by_string: dict[str, Any] = {}
-    for key, value in one.optimizer.state.items():
+    for key, value in one.local.state.items():
         if isinstance(key, str):
             _check_keys(one, key, value)
             by_string[key] = value

@@ -187,6 +187,8 @@ def synchronized(model: nn.Module, optimizer: Optimizers) -> ShardedModel:
             f"this {names} is not what {type(model).__name__} was compiled with: give the same {ours}"
             f"{' in that order, as zc.compile was given them' if len(sharded_model.optimizers) > 1 else ''}"
         )
+    for each in sharded_model.optimizers:
+        each.look_at_groups()
     runtime = sharded_model.runtime
     runtime.weights.synchronize()  # overlap_gather: gathers that step() started may still read the masters
     runtime.streams.synchronize()  # the host reads and writes masters and states, in any thread

@@ -105,7 +105,7 @@ def state_of(model: nn.Module, sharded_model: ShardedModel) -> dict[str, Any]:
         weights[name] = mine.now
         if mine.slice is None or mine.optimizer is None:
             continue
-        state = mine.optimizer.optimizer.state.get(mine.slice, {})
+        state = mine.optimizer.local.state.get(mine.slice, {})
         if state:
             _check_parts(name, mine, state)
             states[name] = mine.parts(state)
@@ -151,11 +151,6 @@ def groups_of(optimizers: Iterable[ShardedOptimizer]) -> list[dict[str, Any]]:
     all their parameters, frozen ones included, the same on every rank."""
     groups: list[dict[str, Any]] = []
     for one in optimizers:
-        if len(one.optimizer.param_groups) != len(one.members):
-            raise CheckpointError(
-                f"the optimizer has {len(one.optimizer.param_groups)} parameter groups and zc knows "
-                f"{len(one.members)}: call zc.recompile(model) after add_param_group"
-            )
         names = {id(param): name for name, param in one.runtime.frozen.items()}
         for group, members in zip(one.optimizer.param_groups, one.members, strict=True):
             params = [m if isinstance(m, str) else names.get(id(m), "") for m in members]

@@ -80,7 +80,7 @@ def _fitting(sharded_model: ShardedModel, one: ShardedOptimizer, state: dict[str
     if mark == own:
         return None
     if mark is None:
-        both = (state["param_groups"], one.optimizer.param_groups)
+        both = (state["param_groups"], one.local.param_groups)
         sizes, ours = ([len(group["params"]) for group in groups] for groups in both)
         return None if own["world_size"] == 1 and sizes == ours else _cut(sharded_model, one, state)
     if isinstance(mark, dict) and {**mark, "rank": own["rank"]} == own:
@@ -97,7 +97,7 @@ def _cut(sharded_model: ShardedModel, one: ShardedOptimizer, state: dict[str, An
     check_together(one, members_of(one) if by_string else names, {}, where)
     numbers: dict[int, int] = {}
     groups: list[dict[str, Any]] = []
-    for saved, group in zip(state["param_groups"], one.optimizer.param_groups, strict=True):
+    for saved, group in zip(state["param_groups"], one.local.param_groups, strict=True):
         first = len(numbers)
         numbers.update({id(param): first + k for k, param in enumerate(group["params"])})
         groups.append({**saved, "params": list(range(first, len(numbers)))})

@@ -34,7 +34,7 @@ from zc.checkpoint.target import commit
 from zc.checkpoint.together import refuse_together
 from zc.errors import CheckpointError, PlanError
 from zc.optim.probe import update_copy
-from zc.registry import COMPILED
+from zc.registry import COMPILED, is_ours
 
 if TYPE_CHECKING:
     from zc.optim.model import ShardedModel
@@ -103,8 +103,7 @@ def _put(model: nn.Module, optimizers: Sequence[Optimizer], state: Any, options:
 
 def _sharded_model(model: nn.Module, optimizers: Sequence[Optimizer], options: Any) -> ShardedModel | None:
     """Returns None if these are not zc's optimizers. Raises PlanError for unsupported arguments, before any change."""
-    ours = {id(one.optimizer) for each in COMPILED.values() for one in each.optimizers}
-    if not ours & {id(optimizer) for optimizer in optimizers}:
+    if not any(map(is_ours, optimizers)):
         return None
     if model not in COMPILED:
         raise PlanError(
@@ -137,7 +136,7 @@ def _first_states(sharded_model: ShardedModel) -> dict[str, dict[str, Any]]:
     for name, own in trained(sharded_model).items():
         if own.slice is None or own.optimizer is None or not own.slot.numel:
             continue
-        optimizer, value = own.optimizer.optimizer, own.slice.detach()
+        optimizer, value = own.optimizer.local, own.slice.detach()
         group = next(g for g in optimizer.param_groups if any(p is own.slice for p in g["params"]))
         try:
             (updated,) = update_copy(optimizer, group, [value], [[torch.zeros_like(value)]], seed=1)

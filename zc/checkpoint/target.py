@@ -212,12 +212,13 @@ def commit(model: nn.Module, sharded_model: ShardedModel, target: Target) -> Non
     for name, own in mine.items():
         if own.slice is None or own.optimizer is None:
             continue
-        optimizer = own.optimizer.optimizer
+        optimizer = own.optimizer.local
         optimizer.state.pop(own.slice, None)
         if name in states:
             optimizer.state[own.slice] = _placed(states[name], own.slice, optimizer, own.slot)
     for each in sharded_model.optimizers:
         _commit_others(each, target, states)
+        each.state.loaded({name for name in target.with_state if name in mine and mine[name].optimizer is each})
     groups = [group for each in sharded_model.optimizers for group in each.optimizer.param_groups]
     for group, loaded in zip(groups, target.groups(), strict=False):
         for key, value in loaded.items():
@@ -235,10 +236,10 @@ def commit(model: nn.Module, sharded_model: ShardedModel, target: Target) -> Non
 
 def _commit_others(one: ShardedOptimizer, target: Target, states: Mapping[str, dict[str, Any]]) -> None:
     """Frozen parameters without state in the checkpoint keep theirs: the optimizer's ``__init__`` may have made it."""
-    state = one.optimizer.state
+    state = one.local.state
     for name, param in other_state.frozen_of(one).items():
         if name in states:
-            state[param] = _placed(states[name], param, one.optimizer)
+            state[param] = _placed(states[name], param, one.local)
     if target.has_optimizer:
         for key in [key for key in state if isinstance(key, str)]:
             del state[key]

@@ -22,6 +22,7 @@ from zc import torch_private
 from zc.engine.asked import viewed_by
 from zc.engine.pending import NO_VALUE
 from zc.errors import ZcError, not_compiled, stepping_optimizer
+from zc.planning.layout import own_strides
 
 _T = TypeVar("_T")
 _OWNERS: Any = WeakIdKeyDictionary()  # parameter -> its Absent
@@ -31,9 +32,8 @@ _ALLOWED = NO_VALUE | torch_private.hook_functions() | {Tensor.__hash__}
 _AS_ANOTHER = frozenset((Tensor.to, Tensor.type_as))  # of another tensor they read dtype and device
 _DATA: Any = Tensor.data
 _ADDRESSES = frozenset(getattr(Tensor, name) for name in dir(Tensor) if name.endswith("data_ptr"))
-_RAW = _ADDRESSES | {
-    _DATA.__get__, Tensor.numpy, Tensor.untyped_storage, Tensor.__array__, Tensor.__dlpack__,
-    "copy.deepcopy", "pickling",
+_RAW = _ADDRESSES | {  # may lead to writes that autograd does not count
+    _DATA.__get__, _DATA.__set__, Tensor.numpy, Tensor.untyped_storage, Tensor.__array__, Tensor.__dlpack__,
 }  # fmt: skip
 # on meta they have no address, and print no element
 _OTHERWISE_ON_META = _ADDRESSES | {Tensor.__repr__}
@@ -204,11 +204,6 @@ def _grad(outputs: Any, inputs: Any, *, materialize_grads: bool, **others: Any) 
         return tuple(torch.zeros_like(p) if grad is None and materialize_grads else grad for p, grad in pairs)
 
 
-def _may_write(what: Any) -> bool:
-    """Whether this function writes its first argument or gives access to its memory."""
-    return what in _RAW or _writes_by_name(what)
-
-
 def _writes_by_name(what: Any) -> bool:
     name = getattr(what, "__name__", str(what))
     return name in _WRITES or (name.endswith("_") and not name.endswith("__"))
@@ -217,7 +212,7 @@ def _writes_by_name(what: Any) -> bool:
 def _can_read(what: Any, params: list[AbsentParameter]) -> bool:
     """Makes these parameters whole if their owners can, and says whether they are."""
     owners = [(_OWNERS.get(param), param) for param in params]
-    return all(owner is None or owner.read(param, _may_write(what)) for owner, param in owners)
+    return all(owner is None or owner.read(param, what in _RAW) for owner, param in owners)
 
 
 def _need(what: Any, params: list[AbsentParameter]) -> None:
@@ -292,8 +287,23 @@ class Absent:
         return load is not None and load(param, value)
 
 
+def give_bytes(param: nn.Parameter) -> Tensor:
+    """Gives a parameter memory of its own, with nothing defined in it. Returns its ``data`` without bytes.
+
+    To take the memory away again, assign that to ``data``. The memory then goes with the last tensor that shares it,
+    such as a view that the program has kept: to empty its storage would leave that one without memory.
+    """
+    with torch.inference_mode(False), torch.no_grad(), torch_private.without_torch_function():
+        empty = param.data
+        param.data = torch.empty_like(empty, memory_format=torch.preserve_format)
+    return empty
+
+
 def without_bytes(param: nn.Parameter, slot_dtype: torch.dtype) -> Tensor:
-    """A tensor of the shape, strides and device of ``param``, whose storage has no bytes."""
-    empty = torch.empty_like(param.detach(), dtype=slot_dtype, memory_format=torch.preserve_format)
+    """A tensor of the shape and device of ``param`` and the strides that it has in its slot, whose storage has no
+    bytes."""
+    is_dense = own_strides(param.shape, param.stride()) is not None
+    order = torch.preserve_format if is_dense else torch.contiguous_format
+    empty = torch.empty_like(param.detach(), dtype=slot_dtype, memory_format=order)
     empty.untyped_storage().resize_(0)
     return empty

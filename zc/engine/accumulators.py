@@ -58,7 +58,7 @@ class Accumulators:
         self.sharers, self.replicas = group.shard, group.replicas
         # The streams of communication use these two; the issuing thread does when it has joined them.
         self.codes: dict[tuple[str, int], Code] = {}  # of what travels encoded, by use and bucket
-        self.places: dict[str, dict[int, bytes]] = {}  # by buffer: where the other ranks' is
+        self.places: dict[int, dict[int, bytes]] = {}  # by bucket: where the other ranks' shards of weights are
         # The entries of one bucket belong to the operations on its accumulator, which the schedule orders. The issuing
         # thread uses them when it has joined the streams.
         self.state = [Acc.EMPTY] * len(plan.buckets)
@@ -128,10 +128,9 @@ class Accumulators:
 
     def weight_places(self, bucket: int) -> dict[int, bytes]:
         """By rank, where its shard of the weights lies (stage 3). Waits until all of them may be read."""
-        name = f"weight[{bucket}]"
-        if name not in self.places:
-            self.places[name] = self.sharers.await_full(GATHER, bucket)
-        return self.places[name]
+        if bucket not in self.places:
+            self.places[bucket] = self.sharers.await_full(GATHER, bucket)
+        return self.places[bucket]
 
     def clear(self, buckets: Sequence[Bucket], *, set_to_none: bool) -> None:
         """zero_grad. With ``set_to_none`` False the gradients become zeros, which still count as gradients."""

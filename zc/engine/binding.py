@@ -14,7 +14,7 @@ from torch import Tensor
 from zc.engine.accumulators import Accumulators
 from zc.engine.operations import TABLE, Function, Grads, compute
 from zc.schedule.nodes import TARGETS
-from zc.schedule.spec import BucketOp, FlattenCast, LaunchReduce, Op, Quantise, Role, SignalFull, Spans, WgradInto
+from zc.schedule.spec import BucketOp, Exchange, FlattenCast, Op, Quantise, ReduceRows, Role, Spans, WgradInto
 
 if TYPE_CHECKING:
     from zc.engine.program import Segment
@@ -52,7 +52,7 @@ class Operations:
         each reduction. In stage 2 gradients pass through the ring, so the host asks before the first write: everything
         before it is issued by then, and keeps a GPU busy while the host waits."""
         if self._replaced is None:
-            starting = (LaunchReduce, Quantise, SignalFull)
+            starting = (Exchange, Quantise, ReduceRows)
             instead = instead_of_reducing(self._accs)
             self._replaced = [(TARGETS[kind].__name__, kind in starting, other) for kind, other in instead.items()]
         run = copy.copy(self)
@@ -71,14 +71,14 @@ class Operations:
 
 
 def instead_of_reducing(accs: Accumulators) -> dict[type[Op], Function]:
-    """By kind of node: what it does if ranks do not agree to reduce. Reductions and signals do nothing.
+    """By kind of node: what it does if ranks do not agree to reduce. Reductions do nothing.
 
     In stage 1 the gradients stay in the accumulator as a partial sum, which the boundary reduces. Nothing is copied to
     host memory, unless it has the accumulators. Stage 2 writes nothing into the ring, which must be free for the next
     bucket: it deposits each gradient.
     """
     others: dict[type[Op], Function] = {}
-    roles = {Role.REDUCTION, Role.SIGNAL}
+    roles = {Role.REDUCTION}
     if accs.plan.placement.shards_gradients:
         others = {FlattenCast: MethodType(_deposit_all, accs), WgradInto: MethodType(_compute_and_deposit, accs)}
     if accs.plan.placement.shards_gradients or accs.buffers.acc:

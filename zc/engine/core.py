@@ -64,10 +64,6 @@ class Listener:
         """[n]: the elements of such a value that lie in this rank's shard. The accumulator gets them."""
         raise NotImplementedError
 
-    def cleared_optimizers(self) -> list[int]:
-        """Numbers of the optimizers on whose own tensors the caller has set ``.grad`` to None."""
-        return []
-
 
 class Core:
     """Made by `zc.compile`; `zc.recompile` gives its `buffers` a larger plan."""

@@ -99,7 +99,7 @@ class ModelPasses(Part):
                     self._is_first = False
                 if not has_grad:
                     self.end()
-                    self._whole.free(self._whole.buckets - before)
+                    self._whole.free_unwritten(self._whole.buckets - before)
                     core.buffers.drop_arena()
                 self.make_absent()
 

@@ -3,15 +3,12 @@
 Each function runs on the stream of its node, in the order of the schedule, which alone decides what runs when.
 ``accs`` is this rank's state, ``bucket`` a number, and ``record`` the plan's `Bucket` of that number.
 `zc.engine.binding` binds the table to one rank's accumulators and to the segments of one schedule.
-
-Ranks that read each other's memory learn from a signal where the other ranks' buffers lie (`zc.ranks.neighbours`):
-await_full writes it to `Accumulators.places`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
@@ -19,20 +16,17 @@ from zc.engine import owners, wire
 from zc.engine import weight_operations as weights
 from zc.engine.accumulators import Acc, Accumulators
 from zc.engine.memory_order import in_order
-from zc.engine.sums import sum_over_replicas, sum_rows
+from zc.engine.sums import sum_over_replicas, sum_rows, wait
 from zc.kernels import accumulate_cast as add_cast
 from zc.kernels import flatten_cast as overwrite
 from zc.kernels import matmul_into, rows_into, scatter_into
 from zc.kernels import reduce_rows as add_rows
 from zc.log import log
 from zc.planning.plan import Level, level_of
-from zc.ranks.journal import GATHER, REDUCE
+from zc.ranks.journal import REDUCE
 from zc.schedule import spec
 from zc.schedule.buffer import Buffer
 from zc.schedule.spec import Op, Spans
-
-if TYPE_CHECKING:
-    from zc.ranks.work import Work
 
 Grads = Sequence[Tensor | None]
 Function = Callable[..., Any]
@@ -121,9 +115,10 @@ def _present(accs: Accumulators, bucket: int, slots: Sequence[int], grads: Grads
 # --- gradients are reduced ---
 
 
-def launch_reduce(accs: Accumulators, bucket: int, dst: str, src: str, among: str | None = None) -> Work | None:
+def exchange(accs: Accumulators, bucket: int, dst: str, src: str, among: str | None = None) -> None:
     if Buffer.named(src).kind == "wire":
-        return wire.launch_encoded(accs, bucket, dst, src)
+        wire.exchange_encoded(accs, bucket, dst, src)
+        return
     record = accs.plan.buckets[bucket]
     is_of_sums = Buffer.named(src).kind == "host_sum"
     level = level_of(accs.plan, is_of_sums=is_of_sums, among=among)
@@ -133,18 +128,11 @@ def launch_reduce(accs: Accumulators, bucket: int, dst: str, src: str, among: st
     if level is Level.REPLICAS:
         assert accs.replicas is not None
         sum_over_replicas(accs.replicas, received, sent, bucket)
-        return None
-    if accs.plan.reduce == "native":
-        return accs.sharers.reduce_scatter(received, sent, bucket)
-    return accs.sharers.of_level(level).all_to_all(received, sent, bucket)
-
-
-def wait_reduce(
-    accs: Accumulators, bucket: int, work: Work | None, dst: str, src: str, among: str | None = None
-) -> None:
-    if work is not None:
-        work.wait()
-        log.debug("bucket %d: its reduction has arrived in %s", bucket, dst)
+    elif accs.plan.reduce == "native":
+        wait(accs.sharers.reduce_scatter(received, sent, bucket))
+    else:
+        wait(accs.sharers.of_level(level).all_to_all(received, sent, bucket))
+    log.debug("bucket %d: its reduction has arrived in %s", bucket, dst)
 
 
 def accumulate(accs: Accumulators, bucket: int, acc: str, src: str, among: str | None = None) -> None:
@@ -168,9 +156,10 @@ def accumulate(accs: Accumulators, bucket: int, acc: str, src: str, among: str |
 
 
 def reduce_rows(accs: Accumulators, bucket: int, dst: str, src: str) -> None:
-    record, rank = accs.plan.buckets[bucket], accs.sharers.rank
-    sent, out, add = accs.buffers.named(src, record), accs.buffers.named(dst, record), accs.is_added_to(bucket)
-    is_first = accs.plan.reduces_twice
+    record, group = accs.plan.buckets[bucket], accs.sharers
+    sent, out = accs.buffers.named(src, record), accs.buffers.named(dst, record)
+    accs.start_reduction(bucket, sent)
+    is_first, add = accs.plan.reduces_twice, accs.is_added_to(bucket)
     if not is_first:
         out = accs.buffers.shard(out, record)
 
@@ -180,41 +169,11 @@ def reduce_rows(accs: Accumulators, bucket: int, dst: str, src: str) -> None:
         else:
             add_rows(rows, out[start:stop], scale=1.0 / accs.plan.num_ranks, add=add)
 
-    accs.sharers.neighbours.rows(sent, *record.layout.host_range(rank), accs.places[src], use)  # one host: the shard
+    with group.offering(REDUCE, bucket, sent) as places:
+        group.neighbours.rows(sent, *record.layout.host_range(group.rank), places, use)  # one host: the shard
     log.debug("bucket %d: all ranks' %s are reduced into %s", bucket, src, dst)
     if not is_first:
         accs.end_reduction(bucket, out)
-
-
-# --- between ranks that read each other's memory ---
-
-
-def _kind_of_exchange(buffer: str) -> str:
-    """Why ranks read this buffer of each other."""
-    return GATHER if Buffer.named(buffer).kind in ("flat_param", "gathered") else REDUCE
-
-
-def signal_full(accs: Accumulators, bucket: int, buffer: str) -> None:
-    record, kind = accs.plan.bucket(bucket), _kind_of_exchange(buffer)
-    if kind == REDUCE:
-        sent = accs.buffers.named(buffer, record)
-        accs.start_reduction(bucket, sent)
-    else:
-        log.debug("bucket %d: its weights are gathered", bucket)
-        sent = accs.buffers.flat_param[bucket][slice(*record.layout.host_range(accs.sharers.rank))]
-    accs.sharers.signal_full(kind, bucket, sent)
-
-
-def await_full(accs: Accumulators, bucket: int, buffer: str) -> None:
-    accs.places[buffer] = accs.sharers.await_full(_kind_of_exchange(buffer), bucket)
-
-
-def signal_free(accs: Accumulators, bucket: int, buffer: str) -> None:
-    accs.sharers.signal_free(_kind_of_exchange(buffer), bucket)
-
-
-def await_free(accs: Accumulators, bucket: int, buffer: str) -> None:
-    accs.sharers.await_free(_kind_of_exchange(buffer), bucket)
 
 
 # --- host memory ---
@@ -249,16 +208,11 @@ def copy_to_device(accs: Accumulators, bucket: int, dst: str, src: str) -> None:
 TABLE: dict[type[Op], Function] = {
     spec.FlattenCast: flatten_cast, spec.AccumulateCast: accumulate_cast, spec.WgradInto: wgrad_into,
     spec.Deposit: deposit,
-    spec.LaunchReduce: launch_reduce, spec.WaitReduce: wait_reduce, spec.Accumulate: accumulate,
-    spec.ReduceRows: reduce_rows, spec.Quantise: wire.quantise, spec.AccumulateQuantised: wire.accumulate_quantised,
-    spec.SignalFull: signal_full, spec.AwaitFull: await_full, spec.SignalFree: signal_free,
-    spec.AwaitFree: await_free,
+    spec.Exchange: exchange, spec.Accumulate: accumulate, spec.ReduceRows: reduce_rows,
+    spec.Quantise: wire.quantise, spec.AccumulateQuantised: wire.accumulate_quantised,
     spec.StageShard: stage_shard, spec.CopyToHost: copy_to_host, spec.CopyToDevice: copy_to_device,
-    spec.EncodeUpdate: wire.encode_update, spec.ExchangeUpdates: wire.exchange_updates,
-    spec.ApplyUpdate: wire.apply_update,
-    spec.Spread: owners.spread, spec.SpreadShards: owners.spread_shards, spec.GatherNet: weights.gather_net,
+    spec.Spread: owners.spread, spec.SpreadShards: owners.spread_shards,
     spec.Gather: weights.gather, spec.Publish: weights.publish,
     spec.TakeWeights: weights.take_weights, spec.GatherWeights: weights.gather_weights,
     spec.ReadWeights: weights.read_weights, spec.FreeWeights: weights.free_weights,
-    spec.GatherEncoded: wire.gather_encoded,
 }  # fmt: skip

@@ -26,9 +26,7 @@ The forward of any other model is a schedule itself (`zc.compiler.forward`)::
 
 Where weights leave a host as differences (`zc.planning.wire`), ranks gather the differences::
 
-       comm | encode_update(0, "update[0]", "flat_param[0]")
-       comm | exchange_updates(0, "update[0]")
-       comm | apply_update(0, "flat_param[0]", "update[0]")
+       comm | gather(0, "flat_param[0]", via="update[0]")
 
 ``gathered[b]`` is flat_param[b]; its name carries an event from schedule to schedule. After the model's call all
 weights may be read. Before it, any read waits for the buckets of the parameters that it reads.
@@ -49,11 +47,10 @@ from zc.engine.part import Part, weakly
 from zc.engine.pending import Pending, can_be_watched
 from zc.engine.program import Program
 from zc.errors import ZcError
-from zc.passes import signal_peers
 from zc.planning.plan import Plan
 from zc.schedule.buffer import Buffer, carried_event
 from zc.schedule.nodes import put
-from zc.schedule.spec import ApplyUpdate, EncodeUpdate, ExchangeUpdates, Gather, GatherNet, Publish, Spread
+from zc.schedule.spec import Gather, Publish, Spread
 
 if TYPE_CHECKING:
     from zc.engine.core import Core
@@ -67,15 +64,7 @@ def gather_graph(plan: Plan, buckets: Sequence[int]) -> fx.Graph:
         if plan.spreads(plan.buckets[bucket]):
             put(graph, Spread(bucket, Buffer.named(plan.weights_buffer(bucket))))
         weights = Buffer.named(plan.weights_buffer(bucket))
-        if plan.gather_bits:
-            update = Buffer("update", 0)  # one suffices: these three nodes run in order on one stream
-            put(graph, EncodeUpdate(bucket, update, weights))
-            put(graph, ExchangeUpdates(bucket, update))
-            put(graph, ApplyUpdate(bucket, weights, update))
-        elif plan.has_levels:
-            put(graph, GatherNet(bucket, weights))
-        if plan.has_levels or not plan.gather_bits:
-            put(graph, Gather(bucket, weights))
+        put(graph, Gather(bucket, weights, Buffer("update", 0) if plan.gather_bits else None))
     for bucket in () if plan.overlap_gather else order:
         put(graph, Publish(bucket, Buffer.named(plan.weights_buffer(bucket))))
     graph.output(())
@@ -158,6 +147,9 @@ class WeightGather(Part):
     def before_writes(self) -> None:
         """Before masters are written."""
         self.synchronize()
+
+    def adopt_writes(self) -> None:
+        """Parameters are the weights themselves here: nothing to do."""
 
     def watch(self) -> None:
         """Called at the end of a step. From then on a read of a parameter waits for its gather. If zc could miss such a
@@ -264,4 +256,4 @@ class WeightGather(Part):
         return self._programs["publish", bucket]
 
     def _build(self, kind: str, plan: Plan, graph: fx.Graph) -> Program:
-        return self.core.build(graph, plan, signal_peers.PASS, name=f"{kind}_{len(self._programs)}")
+        return self.core.build(graph, plan, name=f"{kind}_{len(self._programs)}")

@@ -287,6 +287,24 @@ class Runtime(Core):
         self._notice_changes()
         if self._phase is Phase.FINAL or (by_grad and self.is_finished):
             return
+        is_alone = self._meet_ranks(by_grad=by_grad)
+        self._phase = Phase.READ if is_alone else Phase.FINAL
+        self.listener.gradients_ready()  # a rank without a backward has gradients now, too, and may drop them
+
+    def settle(self) -> None:
+        """All ranks are about to read or write weights together, between two backwards: waits for those that have more
+        backwards to do, as the boundary does. Gradients may come afterwards, on any rank."""
+        drop_failed()
+        if self.plan.num_ranks == 1 or self._phase in (Phase.FAILED, Phase.FINAL):
+            return
+        self._notice_changes()
+        self._meet_ranks(by_grad=False)
+        self._phase = Phase.IDLE  # the boundary is still to come
+        self.listener.gradients_ready()
+
+    def _meet_ranks(self, *, by_grad: bool) -> bool:
+        """Returns once all ranks are here, with all gradients and buffers where they belong: whether no rank had a
+        backward since they last met."""
         if self.buffer_sync is not None:
             self.buffer_sync.send_last()
         self.streams.join_main()
@@ -303,8 +321,7 @@ class Runtime(Core):
         self._land()
         self.wait_for_host_memory()
         self.accumulators.put_assigned(add=True)
-        self._phase = Phase.READ if is_alone else Phase.FINAL
-        self.listener.gradients_ready()  # a rank without a backward has gradients now, too, and may drop them
+        return is_alone
 
     def _land(self) -> None:
         """With offload: copies gradients to host memory that no schedule of a backward has copied, those of
@@ -340,11 +357,8 @@ class Runtime(Core):
 
     def _notice_changes(self) -> None:
         """Drops gradients that the caller has dropped in a way that does not call zc: ``param.grad = None``, the stock
-        model.zero_grad(), the zero_grad of the optimizer's class, its own tensors' ``.grad``. Takes over sharded values
-        that were assigned to ``param.grad``. Raises ZcError if some of the others may hold a part of a backward that
-        raised."""
-        for optimizer in self.listener.cleared_optimizers():
-            self.clear(set_to_none=True, optimizer=optimizer)
+        model.zero_grad(), the zero_grad of the optimizer's class. Takes over sharded values that were assigned to
+        ``param.grad``. Raises ZcError if some of the others may hold a part of a backward that raised."""
         flags = self.announcements.has_grad
         cleared, assigned = self._changes()
         num_others = sum(map(sum, flags)) - len(cleared) + sum(not flags[bucket][slot] for bucket, slot in assigned)

@@ -54,7 +54,7 @@ class ShardReads(Part):
         core, buckets = self.core, sorted(self._open)
         for bucket in buckets:
             core.accumulators.weight_places(bucket)  # also of ranks whose shards this one has not read
-            core.accumulators.places.pop(f"weight[{bucket}]")
+            core.accumulators.places.pop(bucket)
         group = core.accumulators.sharers
         group.signal_free(GATHER, buckets[0])
         group.await_free(GATHER, buckets[0])

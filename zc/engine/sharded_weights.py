@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from zc import torch_private
-from zc.engine.absent import Absent
+from zc.engine.absent import Absent, give_bytes
 from zc.engine.forward_waits import Places
 from zc.engine.memory_order import in_shape
 from zc.engine.model_passes import ModelPasses
@@ -93,14 +93,12 @@ class ShardedWeights(Part):
     @contextmanager
     def with_bytes(self, params: Iterable[nn.Parameter]) -> Iterator[None]:
         """These parameters have memory of their own inside, on this rank, and nothing defined is in it."""
-        lent = [param for param in params if self.absent.lend(param)]
+        lent = [(param, give_bytes(param)) for param in params if self.absent.lend(param)]
         try:
-            for param in lent:
-                param.untyped_storage().resize_(param.numel() * param.element_size())
             yield
         finally:
-            for param in lent:
-                param.untyped_storage().resize_(0)
+            for param, empty in lent:
+                param.data = empty
                 self.absent.take_back(param)
 
     @contextmanager
@@ -110,6 +108,7 @@ class ShardedWeights(Part):
         where = core.plan.slot_of()
         before = {name: where[name] for name in names if name in where}
         buckets = {bucket for bucket, _ in before.values()}
+        self.adopt_writes()
         self.whole.make(buckets, is_exact=True)
         yield
         where = core.plan.slot_of()
@@ -121,12 +120,15 @@ class ShardedWeights(Part):
 
     def _read_by_eager_code(self, param: nn.Parameter, is_raw: bool) -> bool:
         """Somebody reads a parameter outside of compiled code. True: it is whole now; False: it can't be. ``is_raw``:
-        what is asked for could be written without autograd's knowing, and such a write would be lost."""
+        what is asked for could be written without autograd's knowing."""
         if self.passes.is_exposed:
             return True
-        if not self.passes.is_passing:
-            return not is_raw and not self._states.is_reading and self.whole.was_read(param)
-        self.whole.make_params([param])
+        if self.passes.is_passing:
+            self.whole.make_params([param])
+        elif self._states.is_reading or not self.whole.was_read(param):
+            return False
+        if is_raw:
+            self.whole.lend(param)
         return True
 
     def _before_module(self, module: nn.Module) -> None:
@@ -176,6 +178,7 @@ class ShardedWeights(Part):
         self.synchronize()
         before = set(self.whole.buckets)
         encoded = {index for index in before if core.plan.encodes_weights(core.plan.bucket(index))}
+        self.adopt_writes()
         self.whole.make(core.sharded_buckets, is_exact=True)
         self.absent.release()
         self.passes.is_exposed = True
@@ -184,9 +187,12 @@ class ShardedWeights(Part):
         finally:
             self.passes.is_exposed = False
             self.synchronize()
-            self.whole.write_shards(before - encoded)
-            self.whole.make(encoded)  # as the forward has read them, for its backward
-            self.passes.make_absent()
+            try:
+                self.whole.refuse_others()
+                self.whole.write_shards(before - encoded)
+                self.whole.make(encoded)  # as the forward has read them, for its backward
+            finally:
+                self.passes.make_absent()
 
     # --- updates ---
 
@@ -243,8 +249,19 @@ class ShardedWeights(Part):
             )
         self.synchronize()
         core.streams.join_main()
-        self.whole.refuse_writes()
+        self.whole.refuse_others()
         self._reads.close()
+        self.whole.adopt()
+
+    def adopt_writes(self) -> None:
+        """All ranks call it before they read shards for a save: what the program has written into whole parameters is
+        in the shards then."""
+        if self.passes.is_exposed:
+            return
+        self.whole.refuse_others()
+        self._reads.close()
+        self.whole.adopt()
+        self._reads.open()
 
     def open_shards(self) -> None:
         """The shards have their first values: all ranks may read them."""

@@ -16,7 +16,7 @@ SHARDED_STATE_DICT.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,16 +37,21 @@ if TYPE_CHECKING:
 
 
 @torch.no_grad()
-def write_value(core: Core, bucket: Bucket, slot: Slot, value: Tensor) -> None:
-    """This rank's elements of the whole ``value`` of a parameter go into its shard. Masters adopt what differs."""
+def write_value(core: Core, bucket: Bucket, slot: Slot, value: Tensor, before: Tensor | None = None) -> None:
+    """This rank's elements of the whole ``value`` of a parameter go into its shard. Masters adopt what differs from
+    them. With ``before`` [n], both take only what differs from that."""
     flat = flattened(value.detach(), slot)
     shard, elements = core.buffers.weight_part(bucket, slot)
-    shard.copy_(flat[elements])
+    if before is None:
+        shard.copy_(flat[elements])
+    elif shard.numel():
+        copy_writes(shard, flat[elements].contiguous(), before[elements])
     part = core.buffers.master_part(bucket, slot)
     if part is not None and part[0].numel():
         master, elements = part
         core.wait_for_host_memory()  # with offload the last update may still copy from the masters
-        copy_writes(master, flat[elements].to(master.device, bucket.param_dtype).contiguous())
+        new = flat[elements].to(master.device, bucket.param_dtype).contiguous()
+        copy_writes(master, new, None if before is None else before[elements].to(master.device))
 
 
 def rows_of(whole: Tensor, mesh: DeviceMesh | None) -> Tensor:
@@ -77,6 +82,7 @@ def _rows(weights: ShardedWeights, params: Collection[nn.Parameter]) -> Iterator
         f"With {weights.absent.why} all ranks call it together, and each gets its rows; zc.full_state_dict(model) "
         "gives rank 0 whole tensors, also on all ranks",
     )
+    weights.adopt_writes()
     mesh, where = core.group.shard.mesh(), core.plan.slot_of()
     if mesh is not None:
         core.say_once(
@@ -98,6 +104,7 @@ class StateDicts:
         self._weights: ShardedWeights = weakref.proxy(weights)
         self._read: weakref.ref[nn.Module] | None = None  # whose state_dict runs
         self._loaded: weakref.ref[nn.Module] | None = None  # whose load_state_dict runs
+        self._state: Callable[[], object] = lambda: None  # the state that it loads, while it lives
         self._is_closed = False  # this rank's shards, since the first value of that
 
     @property
@@ -144,15 +151,19 @@ class StateDicts:
         here = ((name, param) for name, param in module.named_parameters(recurse=False) if prefix + name in state)
         own = [name for name, param in here if weights.whole.any_sharded([param])]
         if own and local.get("assign_to_params_buffers", False):
+            self._end_load()  # of the modules around this one
             raise ZcError(
                 f"load_state_dict(assign=True) would put another tensor in the place of {prefix}{own[0]}, and with "
                 f"{weights.absent.why} its bytes lie in shards: leave assign out, so that values are copied"
             )
         if not prefix:
-            self._loaded = weakref.ref(module)
+            # torch makes this dict for one call, so it dies with a call that raises before `end_load`
+            self._loaded, self._state = weakref.ref(module), weakref.ref(state)
 
     def write(self, param: nn.Parameter, value: Tensor) -> bool:
         """Somebody copies into a parameter without bytes. False: it is no load_state_dict."""
+        if self._loaded is not None and self._state() is None:
+            self._end_load()
         if self._loaded is None:
             return False
         if not self._is_closed:
@@ -165,8 +176,11 @@ class StateDicts:
 
     def end_load(self, module: nn.Module, _: Any) -> None:
         """The hook after a module and all inside it."""
-        if self._loaded is None or self._loaded() is not module:
-            return
+        if self._loaded is not None and self._loaded() is module:
+            self._end_load()
+
+    def _end_load(self) -> None:
+        """No load_state_dict runs any more."""
         self._loaded = None
         if self._is_closed:
             self._weights.whole.end_load()

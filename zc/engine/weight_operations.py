@@ -1,7 +1,7 @@
 """What the nodes do that bring weights together: after an update, and while a forward or backward reads them.
 
-`zc.engine.operations` has the table of all kinds of nodes, `zc.engine.wire` those whose weights are encoded,
-`zc.engine.owners` those of whole parameters.
+`zc.engine.operations` has the table of all kinds of nodes, `zc.engine.wire` what is encoded, `zc.engine.owners` the
+nodes of whole parameters.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from zc.engine import wire
 from zc.engine.accumulators import Accumulators
 from zc.engine.sums import wait
 from zc.log import log
@@ -20,22 +21,25 @@ from zc.schedule.spec import Spans
 # --- after an update ---
 
 
-def gather_net(accs: Accumulators, bucket: int, buffer: str) -> None:
-    log.debug("bucket %d: its weights are gathered between hosts", bucket)
-    flat, record = accs.buffers.flat_param[bucket], accs.plan.buckets[bucket]
-    host_range = flat[slice(*record.layout.host_range(accs.sharers.rank))]
-    accs.sharers.net.all_gather(host_range, accs.buffers.shard(flat, record), GATHER, bucket).wait()
-
-
-def gather(accs: Accumulators, bucket: int, buffer: str) -> None:
-    flat, record = accs.buffers.flat_param[bucket], accs.plan.buckets[bucket]
-    if accs.plan.reads_weights:
-        for peer, place in accs.places[buffer].items():
-            accs.sharers.neighbours.read(flat[slice(*record.layout.host_range(peer))], peer, place)
-        return
+def gather(accs: Accumulators, bucket: int, buffer: str, via: str | None = None) -> None:
+    """Of two levels: first this rank's range of a host, from the ranks of its number on all hosts; then those of this
+    host's ranks."""
+    flat, record, group = accs.buffers.flat_param[bucket], accs.plan.buckets[bucket], accs.sharers
+    host_range = flat[slice(*record.layout.host_range(group.rank))]
     log.debug("bucket %d: its weights are gathered", bucket)
-    group, own = accs.sharers.of_level(Level.HOST if accs.plan.has_levels else Level.ALL), accs.sharers.rank
-    wait(group.all_gather(flat, flat[slice(*record.layout.host_range(own))], GATHER, bucket))
+    if via is not None:
+        wire.gather_differences(accs, bucket, via, host_range if accs.plan.has_levels else flat)
+        if not accs.plan.has_levels:
+            return
+    elif accs.plan.has_levels:
+        wait(group.net.all_gather(host_range, accs.buffers.shard(flat, record), GATHER, bucket))
+    if accs.plan.reads_weights:
+        with group.offering(GATHER, bucket, host_range) as places:
+            for peer, place in places.items():
+                group.neighbours.read(flat[slice(*record.layout.host_range(peer))], peer, place)
+        return
+    level = Level.HOST if accs.plan.has_levels else Level.ALL
+    wait(group.of_level(level).all_gather(flat, host_range, GATHER, bucket))
 
 
 def publish(accs: Accumulators, bucket: int, buffer: str) -> None:
@@ -46,17 +50,21 @@ def publish(accs: Accumulators, bucket: int, buffer: str) -> None:
 # --- weights that exist while they are read ---
 
 
-def gather_weights(accs: Accumulators, bucket: int, dst: str, src: str, start: int, stop: int) -> None:
+def gather_weights(
+    accs: Accumulators, bucket: int, dst: str, src: str, start: int, stop: int, via: str | None = None
+) -> None:
     record = accs.plan.bucket(bucket)
     out, shard, layout = accs.buffers.gathered(dst, record, start), accs.buffers.weight_shard(bucket), record.layout
-    if accs.plan.world_size == 1:
+    log.debug("bucket %d: its weights are gathered", bucket)
+    if via is not None:
+        wire.gather_encoded(accs, bucket, via, out)
+    elif accs.plan.world_size == 1:
         out.copy_(shard)
     elif accs.plan.reads_shards:
         out[slice(*layout.shard_range(accs.sharers.rank))] = shard
         for peer, place in accs.weight_places(bucket).items():
             accs.sharers.neighbours.read(out[slice(*layout.shard_range(peer))], peer, place)
     else:
-        log.debug("bucket %d: its weights are gathered", bucket)
         wait(accs.sharers.all_gather(out, shard, GATHER, bucket))
 
 

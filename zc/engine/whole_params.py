@@ -2,29 +2,37 @@
 
 Code that is not compiled reads the parameters themselves. Before it runs, their buckets become whole, and stay so until
 the update, since autograd may have saved views of them.
+
+Such code may also write them: clamp ``p.data``, or update a momentum encoder. All ranks write the same, as without zc.
+So before masters are updated, each rank copies its own elements into its shards (`WholeParams.adopt`). Autograd does
+not count writes through ``.data``, so the elements are compared.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, fx, nn
 
 from zc import torch_private
-from zc.engine.memory_order import in_shape
+from zc.engine.absent import give_bytes
+from zc.engine.memory_order import flattened, in_shape
 from zc.engine.part import Part
 from zc.engine.program import Program
 from zc.engine.shard_reads import ShardReads
 from zc.engine.state_dicts import write_value
 from zc.errors import ZcError
+from zc.planning.plan import Bucket
 from zc.schedule.buffer import Buffer
 from zc.schedule.nodes import put
 from zc.schedule.spec import Publish, gather_node
 
 if TYPE_CHECKING:
     from zc.engine.core import Core
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class WholeParams(Part):
@@ -36,7 +44,10 @@ class WholeParams(Part):
         self.buckets: set[int] = set()
         self._asked: set[int] = set()  # those that code which is not compiled has read since the last update
         self._bucket_of: dict[int, int] = {}  # by the parameter's id
+        self._empty: dict[str, Tensor] = {}  # each whole parameter's ``data`` without bytes
+        self._encoded: dict[int, Tensor] = {}  # [P]: as it came, of a bucket that differs from its shards
         self._versions: dict[str, int] = {}  # of the parameters, as they became whole
+        self._lent: set[int] = set()  # buckets whose memory the program may have written without autograd's counting
         self._programs: dict[tuple[int, bool], Program] = {}
         self._reasons: dict[str, set[int]] = {}  # why buckets became whole in this pass
         self._said: set[str] = set()  # those of earlier passes
@@ -52,14 +63,17 @@ class WholeParams(Part):
         core, buckets = self.core, set(buckets)
         if is_exact:  # of those that a forward has read, too
             self.free(index for index in buckets if core.plan.encodes_weights(core.plan.bucket(index)))
-        for index in sorted(buckets - self.buckets):
-            flat = self.gathered_once(index, is_exact=is_exact)
-            with torch.inference_mode(False), torch.no_grad(), torch_private.without_torch_function():
-                for slot, param in core.params_in(core.plan.bucket(index)):
-                    param.untyped_storage().resize_(slot.numel * param.element_size())
-                    param.data.copy_(in_shape(flat[slot.offset : slot.stop], slot))
-                    self._versions[slot.name] = torch_private.version(param)
-            self.buckets.add(index)
+        with torch_private.outside_of_func_transforms():  # the model may run inside of one
+            for index in sorted(buckets - self.buckets):
+                flat = self.gathered_once(index, is_exact=is_exact)
+                if not is_exact and core.plan.encodes_weights(core.plan.bucket(index)):
+                    self._encoded[index] = flat
+                with torch.inference_mode(False), torch.no_grad(), torch_private.without_torch_function():
+                    for slot, param in core.params_in(core.plan.bucket(index)):
+                        self._empty[slot.name] = give_bytes(param)
+                        param.data.copy_(in_shape(flat[slot.offset : slot.stop], slot))
+                        self._versions[slot.name] = torch_private.version(param)
+                self.buckets.add(index)
 
     def make_for(self, reason: str, buckets: set[int]) -> None:
         """The same, for code that is not compiled; `say_reasons` says so."""
@@ -69,10 +83,10 @@ class WholeParams(Part):
             self.make(missing)
             self._reasons.setdefault(reason, set()).update(missing)
 
-    def make_params(self, params: Iterable[nn.Parameter]) -> None:
+    def make_params(self, params: Iterable[nn.Parameter], reason: str = "code that is not compiled reads") -> None:
         """The same, for the buckets of these parameters."""
         params = list(params)
-        self.make_for("code that is not compiled reads", self._buckets_of(params))
+        self.make_for(reason, self._buckets_of(params))
         with torch_private.without_torch_function():  # another stream than the reader's may have made them whole
             self.core.streams.hand_to_main(params)
 
@@ -112,29 +126,80 @@ class WholeParams(Part):
             self._program(index, is_exact=is_exact)([], core.streams)
         return core.buffers.whole.pop()
 
-    def refuse_writes(self) -> None:
-        """Before an update: raises ZcError for a whole parameter that the program has written. Nothing has changed."""
+    def lend(self, param: nn.Parameter) -> None:
+        """The program has asked for what it could write unseen: ``param.data``, an array."""
+        self._lent |= self._buckets_of([param])
+
+    def adopt(self) -> None:
+        """This rank's shards and masters get what the program has written into whole parameters. No rank reads a shard
+        meanwhile."""
         core = self.core
-        for index in sorted(self.buckets):
-            for slot, param in core.params_in(core.plan.bucket(index)):
-                if torch_private.version(param) != self._versions[slot.name]:
-                    self.free(core.sharded_buckets)
-                    raise ZcError(
-                        f"parameter {slot.name} was written in place, and with {core.plan.why_sharded} such a "
-                        "write reaches no shard. Write inside `with zc.whole_parameters(model):` on all ranks, or "
-                        f"train without {core.plan.why_sharded}. The write is lost, and nothing else has changed"
-                    )
+        with torch.inference_mode(False), torch.no_grad(), torch_private.without_torch_function():
+            buckets = [core.plan.bucket(index) for index in sorted(self.buckets)]
+            written = self._written(buckets)
+            for bucket in buckets:
+                # a shard's elements say nothing of the whole parameters that its rank updates, its owners'
+                if bucket.index not in written and bucket.layout.owners is None:
+                    continue
+                came = self._encoded.get(bucket.index)
+                for slot, param in core.params_in(bucket):
+                    before = None if came is None else came[slot.offset : slot.stop]
+                    write_value(core, bucket, slot, param, before)
+                    if before is not None:
+                        before.copy_(flattened(param.detach(), slot))
+
+    def free_unwritten(self, buckets: Iterable[int]) -> None:
+        """After a forward without gradients: frees ``buckets``. What it has written stays whole to the update, and so
+        does what a backward may read. All ranks call it."""
+        core, saved = self.core, self._saved()
+        is_unseen = core.config.backend != "eager"  # what Dynamo leaves out finds plain parameters
+        for bucket in map(core.plan.bucket, sorted(self.buckets.intersection(buckets) - saved)):
+            is_written = any(torch_private.version(p) != self._versions[s.name] for s, p in core.params_in(bucket))
+            if not is_written and (is_unseen or bucket.index in self._lent):
+                # not by what this rank finds in its own shard: each rank must keep what all have written
+                came = self.gathered_once(bucket.index, is_exact=False) if bucket.index in self._lent else None
+                is_written = bool(self._written([bucket], came))
+            if not is_written:
+                self.free([bucket.index])
+
+    def _written(self, buckets: Sequence[Bucket], came: Tensor | None = None) -> set[int]:
+        """Those of whole buckets in which the program has written an element of this rank's shard; with ``came`` [P],
+        the bucket's values before that, any element."""
+        core, differ = self.core, []
+        for bucket in buckets:
+            whole = self._encoded.get(bucket.index) if came is None else came
+            empty = torch.empty(0, dtype=bucket.param_dtype, device=bucket.device)
+            now, before = [empty], [empty]
+            for slot, param in core.params_in(bucket):
+                shard, elements = core.buffers.weight_part(bucket, slot)
+                with torch_private.without_torch_function():
+                    flat = flattened(param.detach(), slot)
+                now.append(flat[elements] if whole is None else flat)
+                before.append(shard if whole is None else whole[slot.offset : slot.stop])
+            differ.append(_bits(torch.cat(now)).ne(_bits(torch.cat(before))).any())
+        flags = torch.stack(differ).tolist() if differ else []  # waits for a device once
+        return {bucket.index for bucket, is_written in zip(buckets, flags, strict=True) if is_written}
 
     def free(self, buckets: Iterable[int]) -> None:
-        """The parameters of those of ``buckets`` that are whole have no bytes any more."""
-        core, freed = self.core, self.buckets.intersection(buckets)
-        params = [param for index in freed for _, param in core.params_in(core.plan.bucket(index))]
-        with torch_private.without_torch_function():
-            if params:  # they were made whole on some stream, and read on any that main comes after
-                core.streams.hand_to_main(params)
-            for param in params:
-                param.untyped_storage().resize_(0)
-        self.buckets -= freed
+        """The parameters of those of ``buckets`` that are whole have no bytes any more. Other tensors that share their
+        memory keep it, and the values of this moment."""
+        core = self.core
+        for index in self.buckets.intersection(buckets):
+            items = list(core.params_in(core.plan.bucket(index)))
+            with torch.inference_mode(False), torch_private.without_torch_function():
+                # it was made whole on some stream, and read on any that main comes after
+                core.streams.hand_to_main([param for _, param in items])
+                for slot, param in items:
+                    param.data = self._empty.pop(slot.name)
+            self.buckets.discard(index)
+            self._lent.discard(index)
+            self._encoded.pop(index, None)
+
+    def _saved(self) -> set[int]:
+        """The whole buckets that a backward may still read: autograd has saved a parameter itself, not a view of it."""
+        core = self.core
+        buckets = ((index, core.params_in(core.plan.bucket(index))) for index in self.buckets)
+        return {index for index, items in buckets if any(torch_private.is_saved(param) for _, param in items)}
 
     def end_update(self) -> None:
         """The weights are new: nothing has read them."""
@@ -152,7 +217,24 @@ class WholeParams(Part):
                     core.unset.params.discard(slot.name)
                 self._versions[slot.name] = torch_private.version(param)
         self._reads.open()
-        self.free(set(core.sharded_buckets).difference(read_before))
+        self.free(set(core.sharded_buckets).difference(read_before, self._saved()))
+
+    def refuse_others(self) -> None:
+        """Raises ZcError for a whole parameter that the program has given a tensor which its shards can't take. What is
+        whole is freed, and nothing else has changed."""
+        core = self.core
+        for bucket in map(core.plan.bucket, sorted(self.buckets)):
+            for slot, param in core.params_in(bucket):
+                with torch_private.without_torch_function():
+                    got = tuple(param.shape), param.dtype, param.device
+                if got != (slot.shape, bucket.param_dtype, bucket.device):
+                    self.free(core.sharded_buckets)
+                    raise ZcError(
+                        f"parameter {slot.name} is {got[1]} of shape {got[0]} on {got[2]} now (param.data = ..., "
+                        f"model.to), and {core.plan.why_sharded} has shards of {bucket.param_dtype} of shape "
+                        f"{slot.shape} on {bucket.device}. Give it values of that kind (param.copy_). What was written "
+                        "into parameters since the last update is lost, and nothing else has changed"
+                    )
 
     def load(self, param: nn.Parameter, value: Tensor) -> None:
         """This rank's elements of one parameter get their part of ``value``. No rank reads a shard meanwhile."""
@@ -194,3 +276,8 @@ class WholeParams(Part):
             items = ((bucket.index, param) for bucket in core.plan.sharded for _, param in core.params_in(bucket))
             self._bucket_of = {id(param): index for index, param in items}
         return {self._bucket_of[id(param)] for param in params if id(param) in self._bucket_of}
+
+
+def _bits(values: Tensor) -> Tensor:
+    """As integers: -0.0 over 0.0 is a write, and a NaN is none where it stood before."""
+    return values.view(_BITS.get(values.element_size(), torch.uint8))

@@ -26,7 +26,6 @@ from zc.schedule.buffer import Buffer
 if TYPE_CHECKING:
     from zc.engine.accumulators import Accumulators
     from zc.planning.plan import Bucket
-    from zc.ranks.work import Work
 
 
 class Code(NamedTuple):
@@ -78,11 +77,11 @@ def quantise(accs: Accumulators, bucket: int, dst: str, src: str) -> None:
     encode_blocks(sent, accs.buffers.raw(dst)[: code.rows.nbytes], code.blocks)
 
 
-def launch_encoded(accs: Accumulators, bucket: int, dst: str, src: str) -> Work:
+def exchange_encoded(accs: Accumulators, bucket: int, dst: str, src: str) -> None:
     """Sends each rank its row."""
     sent = _rows(accs.buffers.raw(src), _sent(accs, bucket).rows)
     received = list(_received_rows(accs, bucket, dst))
-    return accs.sharers.net.exchange(list(enumerate(received)), list(enumerate(sent)), REDUCE, bucket)
+    accs.sharers.net.exchange(list(enumerate(received)), list(enumerate(sent)), REDUCE, bucket).wait()
 
 
 def _received_rows(accs: Accumulators, bucket: int, buffer: str) -> Tensor:
@@ -100,45 +99,37 @@ def accumulate_quantised(accs: Accumulators, bucket: int, acc: str, src: str) ->
     accs.end_reduction(bucket, out)
 
 
-def encode_update(accs: Accumulators, bucket: int, dst: str, src: str) -> None:
+def gather_differences(accs: Accumulators, bucket: int, via: str, weights: Tensor) -> None:
+    """``weights``, of two levels those of a host range, += what all ranks' masters are ahead of them."""
     record, blocks = accs.plan.buckets[bucket], _own_difference(accs, bucket).blocks
-    master, weights = accs.buffers.master_shard[bucket], accs.buffers.owned(accs.buffers.flat_param[bucket], record)
-    log.debug("bucket %d: the difference of its weights is encoded", bucket)
-    encode_blocks(master.detach(), _difference_rows(accs, bucket, dst)[_place(accs, bucket)], blocks, base=weights)
+    own = accs.buffers.owned(accs.buffers.flat_param[bucket], record)
+    encode_blocks(accs.buffers.master_shard[bucket].detach(), _own_row(accs, bucket, via), blocks, base=own)
+    _add_rows(accs, bucket, via, weights)
+    accs.buffers.remember_shard(record)
+
+
+def gather_encoded(accs: Accumulators, bucket: int, via: str, out: Tensor) -> None:
+    """``out`` <- all ranks' shards of the weights, in stage 3."""
+    encode_blocks(accs.buffers.weight_shard(bucket), _own_row(accs, bucket, via), _own_difference(accs, bucket).blocks)
+    part = out
+    if accs.plan.has_levels:
+        part = out[slice(*accs.plan.buckets[bucket].layout.host_range(accs.sharers.rank))]
+    _add_rows(accs, bucket, via, part.zero_())
+    if accs.plan.has_levels:
+        wait(accs.sharers.of_level(Level.HOST).all_gather(out, part, GATHER, bucket))
+
+
+def _own_row(accs: Accumulators, bucket: int, buffer: str) -> Tensor:
+    """Where this rank encodes what it sends."""
+    return _difference_rows(accs, bucket, buffer)[place_of(accs.plan, accs.plan.buckets[bucket], accs.sharers.rank)]
 
 
 def _difference_rows(accs: Accumulators, bucket: int, buffer: str) -> list[Tensor]:
     return _rows(accs.buffers.raw(buffer), _differences(accs, bucket).rows)
 
 
-def _place(accs: Accumulators, bucket: int) -> int:
-    """The number of this rank's row."""
-    return place_of(accs.plan, accs.plan.buckets[bucket], accs.sharers.rank)
-
-
-def exchange_updates(accs: Accumulators, bucket: int, buffer: str) -> None:
-    rows = _difference_rows(accs, bucket, buffer)
-    log.debug("bucket %d: the differences of its weights are gathered", bucket)
-    accs.sharers.net.gather_rows(rows, GATHER, bucket).wait()
-
-
-def gather_encoded(accs: Accumulators, bucket: int, dst: str, src: str, start: int, stop: int, via: str) -> None:
-    record, code = accs.plan.buckets[bucket], _differences(accs, bucket)
-    log.debug("bucket %d: its weights are encoded and gathered", bucket)
-    own = _difference_rows(accs, bucket, via)[_place(accs, bucket)]
-    encode_blocks(accs.buffers.weight_shard(bucket), own, _own_difference(accs, bucket).blocks)
-    exchange_updates(accs, bucket, via)
-    out = accs.buffers.gathered(dst, record, start)
-    part = out[slice(*record.layout.host_range(accs.sharers.rank))] if accs.plan.has_levels else out
-    add_blocks(accs.buffers.raw(via)[: code.rows.nbytes], part.zero_(), code.blocks)
-    if accs.plan.has_levels:
-        wait(accs.sharers.of_level(Level.HOST).all_gather(out, part, GATHER, bucket))
-
-
-def apply_update(accs: Accumulators, bucket: int, dst: str, src: str) -> None:
-    record, code = accs.plan.buckets[bucket], _differences(accs, bucket)
-    flat = accs.buffers.flat_param[bucket]
-    if accs.plan.has_levels:
-        flat = flat[slice(*record.layout.host_range(accs.sharers.rank))]
-    add_blocks(accs.buffers.raw(src)[: code.rows.nbytes], flat, code.blocks)
-    accs.buffers.remember_shard(record)
+def _add_rows(accs: Accumulators, bucket: int, buffer: str, out: Tensor) -> None:
+    """Gathers the rows of all ranks, and adds what they decode to."""
+    code = _differences(accs, bucket)
+    wait(accs.sharers.net.gather_rows(_difference_rows(accs, bucket, buffer), GATHER, bucket))
+    add_blocks(accs.buffers.raw(buffer)[: code.rows.nbytes], out, code.blocks)

@@ -20,7 +20,7 @@ from zc.errors import CheckpointError, PlanError
 from zc.integrations.beside import StatePointer, load_beside, save_beside
 from zc.integrations.packages import needed
 from zc.integrations.whole import shards_weights
-from zc.optim.assignment import Container, like_container, optimizers_in
+from zc.optim.assignment import Container, given_in, like_container
 from zc.whole import full_state_dict
 
 accelerate = needed("accelerate", "accelerate")
@@ -53,9 +53,9 @@ def prepare(accelerator: Any, model: nn.Module, optimizer: Container, *rest: Any
     model = accelerator.prepare_model(model, evaluation_mode=True)
     zc_compile(model, optimizer, **options)
     pointers, wrapped = [], []
-    for one in optimizers_in(optimizer):
+    for one in given_in(optimizer):
         pointers.append(StatePointer(one))
-        wrapped.append(accelerator.prepare(one, device_placement=[False]))  # slices are on the masters' device
+        wrapped.append(accelerator.prepare(one, device_placement=[False]))  # zc has placed its state
         pointers[-1].take_place(wrapped[-1])
     _register_hooks(accelerator, model, optimizer, pointers)
     prepared = like_container(optimizer, wrapped)
@@ -100,7 +100,7 @@ def _check(accelerator: Any, model: nn.Module, optimizer: Container) -> None:
             f"DistributedDataParallelKwargs has comm_hook={hook.value}, and zc reduces gradients itself: leave it out; "
             "reduce_dtype=torch.bfloat16 halves what is sent"
         )
-    for one in [optimizer] if isinstance(optimizer, Optimizer) else optimizers_in(optimizer):
+    for one in [optimizer] if isinstance(optimizer, Optimizer) else given_in(optimizer):
         if isinstance(one, accelerate.optimizer.AcceleratedOptimizer):
             raise PlanError(
                 "the optimizer was given to accelerator.prepare before: give zc.integrations.accelerate.prepare the "

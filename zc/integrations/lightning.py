@@ -62,7 +62,7 @@ def _split(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _params_of(model: nn.Module, optimizer: Optimizer) -> list[nn.Parameter]:
-    """The model's parameters that ``optimizer`` updates; the optimizer itself has slices of them."""
+    """The model's parameters that ``optimizer`` updates."""
     sharded_model = sharded(model)
     number = next(one.number for one in sharded_model.optimizers if one.optimizer is optimizer)
     slots = [slot.name for bucket in sharded_model.runtime.plan.of_optimizer(number) for slot in bucket.slots]
@@ -216,15 +216,11 @@ def _store_groups(
     callback: Any, module: nn.Module, number: int, num_groups: int, groups: list[dict[str, Any]]
 ) -> None:
     """Replaces ``callback._store``, which BaseFinetuning calls at the start of each epoch, after it has unfrozen
-    layers. The callback saves names of the module's parameters, but the optimizer's groups contain slices."""
-    sharded_model, params = sharded(module), dict(module.named_parameters())
-    if any(param.requires_grad and name not in sharded_model.runtime.params for name, param in params.items()):
+    layers."""
+    planned = sharded(module).runtime.params
+    if any(param.requires_grad and name not in planned for name, param in module.named_parameters()):
         recompile(module)
-    whole = [
-        {**group, "params": [params[member] if isinstance(member, str) else member for member in members]}
-        for group, members in zip(groups, sharded_model.optimizers[number].members, strict=True)
-    ]
-    getattr(type(callback), _STORE)(callback, module, number, num_groups, whole)
+    getattr(type(callback), _STORE)(callback, module, number, num_groups, groups)
 
 
 class _NoSync:

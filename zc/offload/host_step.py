@@ -24,7 +24,6 @@ delays the update by a step for this overlap; zc never changes the results.)
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -32,19 +31,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
-from zc import torch_private
 from zc.engine.operations import Function
 from zc.engine.program import Program
 from zc.machine import num_threads
 from zc.offload.disk import DiskState
-from zc.passes import signal_peers
 from zc.planning.plan import Plan
 from zc.schedule.buffer import Buffer
 from zc.schedule.nodes import put
-from zc.schedule.spec import CastParam, CopyToDevice, Gather, GatherNet, Op, Publish, Spread, SpreadShards, Update
+from zc.schedule.spec import CastParam, CopyToDevice, Gather, Op, Publish, Spread, SpreadShards, Update
 
 if TYPE_CHECKING:
     from zc.engine.core import Core
@@ -84,20 +79,18 @@ def _bring_weights(graph: fx.Graph, plan: Plan, index: int, source: Buffer, stag
     if spreads:
         put(graph, Spread(index, weights))
     if plan.world_size > 1:
-        if plan.has_levels:
-            put(graph, GatherNet(index, weights))
         put(graph, Gather(index, weights))
 
 
 class HostStep:
-    """Runs the caller's optimizer on masters in host memory. ``by_bucket``: its update is elementwise, so buckets may
-    be updated one after another."""
+    """Runs the caller's optimizer, as its class sees it (`zc.optim.local`), on masters in host memory. ``by_bucket``:
+    its update is elementwise, so buckets may be updated one after another."""
 
     def __init__(
         self,
         core: Core,
         number: int,
-        optimizer: Optimizer,
+        optimizer: Any,
         slices: Mapping[str, nn.Parameter],
         file: StateFile | None,
         *,
@@ -109,10 +102,9 @@ class HostStep:
         # by whether they update, of all its buckets: sets of changed ones are without number (layer drop)
         self._programs: dict[bool, Program] = {}
         self._buckets = [bucket.index for bucket in plan.of_optimizer(number)]
-        self._hidden_grads: list[tuple[nn.Parameter, Tensor | None]] = []
         self._is_done = False
         self._next: dict[int, int] = {}  # bucket -> the one updated after it
-        self._shadow: Optimizer | None = None
+        self._groups: list[dict[str, Any]] = []  # of the optimizer, while buckets are updated one by one
         self.disk = DiskState(core, file, optimizer, slices) if file is not None else None
         self.num_threads = torch.get_num_threads()
         if plan.buckets[0].device.type == "cpu":
@@ -131,20 +123,21 @@ class HostStep:
         """The schedules that have run so far, for explain."""
         return list(self._programs.values())
 
-    def before(self, changed: tuple[int, ...], own: RemovableHandle) -> None:
-        """Called before the optimizer's step. Updates bucket by bucket if nothing can observe that, and leaves nothing
+    def before(self, changed: tuple[int, ...]) -> None:
+        """Called before the optimizer's step. Updates bucket by bucket if the optimizer allows that, and leaves nothing
         to the step itself. Otherwise waits for all gradients."""
-        later = torch_private.has_later_step_hook(self.optimizer, own)  # it may want to change a gradient
-        self._is_done = self._by_bucket and not later and not self._scaler_on_host()
+        self._is_done = self._by_bucket and not self._scaler_on_host()
         if self.disk is not None:
             self.disk.begin_update()
         if not self._is_done:
             self.core.wait_for_host_memory()
             return
-        self._make_shadow()
-        self._run(changed, with_update=True)
-        self._hidden_grads = [(p, p.grad) for slices in self._slices for p in slices]
-        for param, _ in self._hidden_grads:
+        self._groups = self.optimizer.param_groups
+        try:
+            self._run(changed, with_update=True)
+        finally:
+            self.optimizer.param_groups = self._groups
+        for param in (p for slices in self._slices for p in slices):
             param.grad = None
 
     def _scaler_on_host(self) -> bool:
@@ -160,24 +153,20 @@ class HostStep:
 
     def after(self, changed: tuple[int, ...]) -> None:
         """Called after the optimizer's step. Copies the changed weights to the device, unless `before` did."""
-        for param, grad in self._hidden_grads:
-            param.grad = grad
-        self._hidden_grads.clear()
         if not self._is_done:
-            if self.disk is not None:
-                for bucket in changed:
-                    self.disk.move_to_file(bucket)
-            self._run(changed, with_update=False)
+            self.publish(changed)
+        self._is_done = False
+
+    def publish(self, changed: tuple[int, ...]) -> None:
+        """Copies to the device what a method of the optimizer has written."""
+        if self.disk is not None:
+            for bucket in changed:
+                self.disk.move_to_file(bucket)
+        self._run(changed, with_update=False)
 
     def publish_all(self, buckets: tuple[int, ...]) -> None:
         """Copies the weights to the device after masters were loaded."""
         self._run(buckets, with_update=False)
-
-    def _make_shadow(self) -> None:
-        """Copies the optimizer without its hooks; the copy shares the caller's state and options."""
-        if self._shadow is None:
-            self._shadow = copy.copy(self.optimizer)
-        self._shadow.state = self.optimizer.state
 
     def _run(self, buckets: tuple[int, ...], *, with_update: bool) -> None:
         if not buckets:
@@ -188,9 +177,7 @@ class HostStep:
             own: dict[type[Op], Function] = {
                 Update: self.update, CastParam: self.cast_param, CopyToDevice: self.copy_to_device,
             }  # fmt: skip
-            self._programs[with_update] = self.core.build(
-                graph, self.core.plan, signal_peers.PASS, name=name, overrides=own
-            )
+            self._programs[with_update] = self.core.build(graph, self.core.plan, name=name, overrides=own)
         self._next = dict(itertools.pairwise(buckets))
         some = None if len(buckets) == len(self._buckets) else frozenset(buckets)
         self._programs[with_update]([], self.core.streams, buckets=some)
@@ -199,19 +186,17 @@ class HostStep:
     # --- the operations ---
 
     def update(self, bucket: int, master: str, grad: str) -> None:
-        shadow = self._shadow
-        assert shadow is not None
         mine = {id(p) for p in self._slices[bucket]}
         groups: list[dict[str, Any]] = []
-        for group in self.optimizer.param_groups:  # anew each time: schedulers write into them
+        for group in self._groups:
             members = [p for p in group["params"] if id(p) in mine]
             if members:
                 groups.append({**group, "params": members})
-        shadow.param_groups = groups
+        self.optimizer.param_groups = groups
         if self.disk is not None and bucket in self._next:
             self.disk.prefetch(self._next[bucket])
         with _threads(self.num_threads):
-            shadow.step()
+            self.optimizer.step()
         if self.disk is not None:
             self.disk.move_to_file(bucket)
 
@@ -241,7 +226,7 @@ def _threads(num: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def prefer_fused(optimizer: Optimizer) -> None:
+def prefer_fused(optimizer: Any) -> None:
     """Selects torch's fused CPU update unless the caller chose another form. Without it torch passes over host memory
     tensor by tensor and operation by operation."""
     for group in optimizer.param_groups if type(optimizer).__name__ in FUSED else ():

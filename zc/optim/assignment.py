@@ -1,6 +1,8 @@
 """Which of the caller's optimizers updates which parameter, and by which rule.
 
-`zc.compile` takes one optimizer, or several in a list, a tuple or a dict, and returns the same object.
+`zc.compile` takes one optimizer, or several in a list, a tuple or a dict, and returns the same object. Each may wrap
+another optimizer over the same parameters (SAM, Lookahead): then the innermost is what zc updates, and the methods of
+the wrapper are the caller's code.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zc.errors import PlanError
+from zc.optim.declared import DECLARED
 from zc.planning.layout import Rule
 
 Optimizers = Optimizer | Sequence[Optimizer] | Mapping[Any, Optimizer]
@@ -35,8 +38,13 @@ class Assignment:
 
 
 def optimizers_in(container: Any) -> tuple[Optimizer, ...]:
-    """The optimizers in order. Raises TypeError if something else is among them, PlanError if there are none or one is
-    there twice."""
+    """Of each of `given_in` the innermost."""
+    return tuple(map(innermost, given_in(container)))
+
+
+def given_in(container: Any) -> tuple[Optimizer, ...]:
+    """The optimizers in order, as the caller has them. Raises TypeError if something else is among them, PlanError if
+    there are none or one is there twice."""
     _refuse_wrapper(container, "optimizer")
     if isinstance(container, Optimizer):
         return (container,)
@@ -60,6 +68,38 @@ def optimizers_in(container: Any) -> tuple[Optimizer, ...]:
         if earlier is not None:
             raise PlanError(f"optimizer[{earlier!r}] and optimizer[{key!r}] are the same {type(item).__name__}")
     return tuple(item for _, item in items)
+
+
+def innermost(optimizer: Optimizer) -> Optimizer:
+    """The optimizer that another one wraps, through any number of wrappers; ``optimizer`` itself if it wraps none.
+
+    Raises PlanError if one holds several optimizers that share its parameters.
+    """
+    if type(optimizer) in DECLARED:  # it updates parameters itself
+        return optimizer
+    own = _params_of(optimizer)
+    inside: dict[str, Optimizer] = {}
+    for name, value in vars(optimizer).items():
+        if name in ("state", "param_groups", "defaults"):
+            continue
+        items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
+        for key, item in (("", value), *items):
+            is_new = isinstance(item, Optimizer) and item is not optimizer and item not in inside.values()
+            if is_new and _params_of(item) <= own:
+                inside[name if item is value else f"{name}[{key!r}]"] = item
+    if not inside or frozenset[int]().union(*map(_params_of, inside.values())) != own:
+        return optimizer
+    if len(inside) > 1:
+        held = ", ".join(f".{where} ({type(item).__name__})" for where, item in inside.items())
+        raise PlanError(
+            f"{type(optimizer).__name__} holds several optimizers of its parameters: {held}. Give zc.compile those "
+            "that update, in a list"
+        )
+    return innermost(next(iter(inside.values())))
+
+
+def _params_of(optimizer: Optimizer) -> frozenset[int]:
+    return frozenset(id(param) for group in getattr(optimizer, "param_groups", ()) for param in group["params"])
 
 
 def _refuse_wrapper(item: Any, what: str) -> None:

@@ -20,6 +20,12 @@ from zc.optim.trials import num_closure_calls
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
+def closure_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
+    """The closure among the arguments of ``step``, of which the optimizer is the first."""
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    return closure if callable(closure) else None
+
+
 class Closures:
     """Runs the closures that one optimizer's ``step`` gets."""
 
@@ -31,15 +37,15 @@ class Closures:
         """How often ``step`` calls its closure; None where that can't be tried."""
         return 1 if is_known(self._optimizer) else num_closure_calls(self._optimizer)
 
-    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """Calls the closure among the arguments of ``step``, of which the optimizer is the first. Returns the arguments
-        for the real step, or None without a closure.
+        for the real step.
 
         Raises PlanError if the optimizer does not call its closure exactly once; nothing has changed.
         """
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if not callable(closure):
-            return None
+        closure = closure_in(args, kwargs)
+        if closure is None:
+            return args, kwargs
         if self._num_calls != 1:
             times = "can't be tried on small data" if self._num_calls is None else f"calls it {self._num_calls} times"
             raise PlanError(

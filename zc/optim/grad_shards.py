@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -34,9 +34,8 @@ class GradShards:
     the others.
     """
 
-    def __init__(self, runtime: Runtime, may_be_cleared: Callable[[], bool]) -> None:
-        """``may_be_cleared``: whether the caller may have set gradients of an optimizer's own tensors to None."""
-        self.runtime, self._may_be_cleared = runtime, may_be_cleared
+    def __init__(self, runtime: Runtime) -> None:
+        self.runtime = runtime
         self._where: dict[str, tuple[int, int]] = {}  # bucket and slot
         # by bucket and name: elements of S
         self._parts: dict[int, dict[str, tuple[int, int, Slot]]] = {}
@@ -48,6 +47,7 @@ class GradShards:
         self.optimizers: list[Optimizer] = []  # the caller's
         # values that were assigned to param.grad, by name, until that gradient changes or is cleared
         self._taken: dict[str, weakref.ref[ShardedValue]] = {}
+        self.unscaled: set[int] = set()  # numbers of optimizers whose gradients a GradScaler has unscaled, before step
 
     def adopt(self, buckets: Sequence[Bucket]) -> None:
         """Adds the parameters of these buckets. This rank's part of each is elements [start, stop) of the bucket's
@@ -110,7 +110,7 @@ class GradShards:
         """Waits until a gradient is reduced. Raises ZcError if it has been set to None."""
         runtime = self.runtime
         shown = runtime.params[name].grad
-        if not runtime.is_finished or shown is not runtime.sharded_grads[name] or self._may_be_cleared():
+        if not runtime.is_finished or shown is not runtime.sharded_grads[name]:
             runtime.finish_gradients(by_grad=True)
         if grad is not runtime.sharded_grads[name] or not self._is_touched(name):
             raise ZcError(_IS_GONE.format(name))
@@ -213,7 +213,7 @@ class GradShards:
             if replicas is not None and replicas.rank > 0:
                 joint.zero_()  # counted once, by the first; among all, so that all have the same bits
             self.runtime.group.sum_(joint)
-        return reduction.finish(joint, torch.tensor(numels, dtype=torch.float64, device=joint.device))
+        return reduction.finish(joint, numels)
 
     def reduce(self, value: ShardedValue, reduction: Reduction, dtype: torch.dtype) -> Tensor:
         """0-d: a number of all elements of ``value``. A loop that asks for the same number of several gradients, or of
@@ -298,6 +298,7 @@ class GradShards:
         self.runtime.finish_gradients()
         self.runtime.wait_for_host_memory()
         self.drop_norms()
+        self.unscaled.update(self.runtime.plan.buckets[self._where[name][0]].optimizer for name in names)
         device = self.runtime.plan.buckets[0].device
         before = found_inf.to(device, copy=True)  # with offload it is on the CPU, and NCCL takes no CPU tensor
         infinite = before.clone()
@@ -315,6 +316,13 @@ class GradShards:
         if not num_skipped:
             num_skipped.append(torch.zeros_like(infinite))
         num_skipped[0] += infinite - before  # it is called once for each dtype, with one ``found_inf``
+
+    def say_if_skipped(self, optimizer: int) -> None:
+        """Called when an optimizer's gradients are cleared. Unscaled gradients that no step used were probably not
+        finite. Only then is it worth waiting for the device to check."""
+        if optimizer in self.unscaled:
+            self.unscaled.discard(optimizer)
+            self.say_skipped()
 
     def say_skipped(self) -> None:
         """Notes that a GradScaler left out steps, if it did. The host waits for the device."""

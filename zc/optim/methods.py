@@ -1,17 +1,21 @@
-"""Two methods of the caller's optimizer objects: ``zero_grad`` and ``add_param_group``. Their classes stay as they are.
+"""Methods of the caller's optimizer objects that zc replaces (`zc.optim.local.REPLACED`). The classes stay as they are.
 
 ``model.zero_grad`` is not replaced: zc notices a parameter whose ``.grad`` was set to None.
 """
 
 from __future__ import annotations
 
+import functools
 import weakref
+from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zc.errors import PlanError
+from zc.optim.local import REPLACED
 from zc.optim.optimizer import ShardedOptimizer
 
 
@@ -19,10 +23,26 @@ def replace(model: nn.Module, sharded: ShardedOptimizer) -> None:
     """Puts zc's methods on an optimizer object."""
     optimizer = sharded.optimizer
     owner, of_model = weakref.proxy(sharded), weakref.ref(model)
-    add = type(optimizer).add_param_group
+    add, before = type(optimizer).add_param_group, optimizer.step
+
+    # a method with the signature of the class's: schedulers and GradScaler look at it. It may be a scheduler's already.
+    @functools.wraps(getattr(before, "__func__", before))
+    def step(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return before(*args, **kwargs)
+        except Exception:
+            owner.publish_rest()  # other ranks publish the same buckets
+            raise
 
     def zero_grad(set_to_none: bool = True) -> None:
         owner.zero_grad(set_to_none=set_to_none)
+
+    def state_dict() -> dict[str, Any]:
+        state: dict[str, Any] = owner.state_dict()
+        return state
+
+    def load_state_dict(state_dict: dict[str, Any]) -> None:
+        owner.load_state_dict(state_dict)
 
     def add_param_group(param_group: dict[str, Any]) -> None:
         items = param_group["params"]
@@ -45,11 +65,28 @@ def replace(model: nn.Module, sharded: ShardedOptimizer) -> None:
         add(optimizer, {**param_group, "params": items})
         owner.runtime.frozen.update({names[id(param)]: param for param in params})
 
+    for name in sharded.methods:
+        setattr(optimizer, name, MethodType(_on_slices(type(optimizer), name, owner), optimizer))
+    optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
     optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
     optimizer.add_param_group = add_param_group  # type: ignore[method-assign]
+    optimizer.state_dict = state_dict  # type: ignore[method-assign]
+    optimizer.load_state_dict = load_state_dict  # type: ignore[method-assign]
 
 
-def restore(optimizer: Optimizer) -> None:
+def _on_slices(cls: type[Optimizer], name: str, owner: ShardedOptimizer) -> Callable[..., Any]:
+    """A method of the class that runs on slices; on what the caller gives it where that is a parameter."""
+
+    @functools.wraps(getattr(cls, name))
+    def run(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(arg, Tensor) for arg in (*args, *kwargs.values())):
+            return getattr(cls, name)(optimizer, *args, **kwargs)
+        return owner.run_on_slices(name, args, kwargs)
+
+    return run
+
+
+def restore(sharded: ShardedOptimizer) -> None:
     """Removes what `replace` has put on the object, so that its class's methods apply again."""
-    for name in ("zero_grad", "add_param_group"):
-        vars(optimizer).pop(name, None)
+    for name in (*REPLACED, *sharded.methods):
+        vars(sharded.optimizer).pop(name, None)

@@ -42,7 +42,7 @@ class ShardedModel(Listener):
 
     def __init__(self, runtime: Runtime, assignment: Assignment, file: StateFile | None) -> None:
         self.runtime, self.container = runtime, assignment.container
-        self.grad_shards = GradShards(runtime, self._may_be_cleared)
+        self.grad_shards = GradShards(runtime)
         self._writes = ParamWrites(runtime)
         self.optimizers = [
             ShardedOptimizer(k, runtime, optimizer, rule, self.grad_shards, self._writes)
@@ -76,17 +76,8 @@ class ShardedModel(Listener):
         self.runtime.streams.synchronize()
         self.disk.flush(self._writes.take_over)
 
-    def cleared_optimizers(self) -> list[int]:
-        return [o.number for o in self.optimizers if o.are_cleared()]
-
-    def _may_be_cleared(self) -> bool:
-        """The same from one tensor of each optimizer, so that a loop over all gradients stays linear."""
-        return any(o.is_one_cleared() for o in self.optimizers)
-
     def gradients_ready(self) -> None:
-        """Sets ``param.grad`` of every parameter with a gradient to its ShardedGrad, and ``.grad`` of the slices."""
-        for optimizer in self.optimizers:
-            optimizer.stand_in()
+        """Sets ``param.grad`` of every parameter with a gradient to its ShardedGrad."""
         self.grad_shards.forget_numbers()
         self._writes.check_places()
         for bucket in self.runtime.plan.buckets:
@@ -114,16 +105,13 @@ class ShardedModel(Listener):
 
     def gradients_cleared(self, optimizer: int | None) -> None:
         """Inside a backward, autograd may be adding to a ``param.grad``, so there they are cleared at its end."""
-        chosen = self.optimizers if optimizer is None else [self.optimizers[optimizer]]
         slots = [slot for bucket in self.runtime.plan.of_optimizer(optimizer) for slot in bucket.slots]
         params: list[nn.Parameter] = []
         if torch_private.current_graph_task() == -1:
             params = [self.runtime.params[slot.name] for slot in slots]
+        for each in self.optimizers if optimizer is None else [self.optimizers[optimizer]]:
+            self.grad_shards.say_if_skipped(each.number)
         with torch_private.without_torch_function():  # faster: parameters may be watched (engine/pending.py)
-            for each in chosen:
-                each.forget_grads()
-                for own_slice in each.slices.values():
-                    own_slice.grad = None
             for param in params:
                 param.grad = None
         self.gradients_dropped([slot.name for slot in slots])
@@ -153,7 +141,8 @@ class ShardedModel(Listener):
 
     def take_over_writes(self) -> None:
         """Copies into the masters what the caller has written into parameters since the last update. See
-        `ParamWrites`."""
+        `ParamWrites`. All ranks call it."""
+        self.runtime.weights.adopt_writes()
         self._writes.take_over()
         self._writes.remember()
 

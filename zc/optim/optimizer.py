@@ -1,33 +1,36 @@
-"""The caller's own optimizer object, on this rank's slices of the master shards.
+"""The caller's own optimizer object, whose class updates this rank's slices of the master shards.
 
-Class, groups, hyper-parameters and schedulers stay the caller's. Each group's parameter list is replaced by *slices*:
-for every parameter of which this rank owns elements, a view into master_shard whose ``.grad`` is the matching view of
-the accumulator. Two hooks of ``torch.optim.Optimizer`` do the rest: before a step the gradients are finished, after it
-the updated masters are cast into flat_param and gathered (ZeRO, arXiv:1910.02054, section 5).
+Groups, hyper-parameters, schedulers and hooks stay the caller's, and the groups keep the model's own parameters. The
+methods of the class run on a second object (`zc.optim.local`), whose groups have *slices*: for every parameter of which
+this rank owns elements, a view into master_shard, which has a gradient inside a method alone. Hooks around ``step`` do
+the rest: after all other pre-hooks the gradients are finished, and before all other post-hooks the updated masters are
+cast into flat_param and gathered (ZeRO, arXiv:1910.02054, section 5).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from zc import torch_private
 from zc.engine.memory_order import flattened, in_shape
 from zc.engine.owners import gather_whole
 from zc.errors import ZcError
 from zc.offload.host_step import HostStep
-from zc.optim.closures import Arguments, Closures
+from zc.optim.class_methods import candidates, mentions, on_slices
+from zc.optim.closures import Arguments, Closures, closure_in
 from zc.optim.grad_shards import GradShards
-from zc.optim.groups import without_empty_groups
 from zc.optim.kinds import is_elementwise, is_known
+from zc.optim.local import second_object, take_options
 from zc.optim.param_writes import ParamWrites
-from zc.optim.sharded_grad import SliceGrad
-from zc.optim.trials import keeps_state_by_parameter, takes_empty_groups
+from zc.optim.sharded_grad import ShardedGrad
+from zc.optim.sharded_value import ShardedValue
+from zc.optim.state_view import StateView
+from zc.optim.trials import Clears, clears_gradients, keeps_state_by_parameter, takes_empty_groups
 from zc.planning.layout import Rule, Slot
 from zc.planning.plan import Bucket
 
@@ -51,28 +54,35 @@ class ShardedOptimizer:
         self.number, self.runtime, self.optimizer, self.rule = number, runtime, optimizer, rule
         self.slices: dict[str, nn.Parameter] = {}
         self._places: dict[str, int] = {}  # addresses of the slices
-        self._slice_grads: dict[str, SliceGrad] = {}
-        self._grads: dict[str, Tensor | None] = {}  # the .grad of each slice, as zc has set it
+        self._names: dict[int, str] = {}  # of parameters that have a slice on some rank, by id
+        self._lists: list[tuple[list[Any], list[Any]]] = []  # of each group, parameters and what the class sees instead
+        self._groups: list[dict[str, Any]] = []  # as the class sees them
         self.grad_shards, self._writes = grad_shards, writes
         self._closures = Closures(optimizer)
-        self._was_unscaled = False  # by a GradScaler, which has not called step() since
-        self._zeroed: set[str] = set()  # slices that a loop over all of them has made zeros so far
-        # each group's parameters, the same on every rank, trainable ones by name: for checkpoints
-        self.members: list[list[str | Tensor]] = []
+        # what the methods of its class run on
+        self.local: Any = second_object(optimizer, candidates(type(optimizer)))
+        self._takes_empty_groups = True  # False: the step sees only those of which this rank owns something
+        self.local.state, self.local.param_groups = optimizer.state, self._groups
+        self.state = StateView(self)
+        vars(optimizer)["state"] = self.state
+        self._num_tried = 0  # groups
         # False: its state can be loaded only where the same parameters are updated together (zc/checkpoint/together.py)
         self.has_state_by_parameter = True
-        self._stepper: Optimizer | None = None  # what its step runs on, where that is not the optimizer itself
+        self.methods: list[str] = []  # of the class, that run on slices when the caller calls them
+        self._clears = Clears.NOTHING  # what its step leaves of gradients
+        self._updating: tuple[int, ...] | None = None  # inside of the class's step: buckets with a gradient
         self.offload: HostStep | None = None
-        self._handles: tuple[RemovableHandle, ...] = ()
+        self._remove_hooks: Callable[[], None] | None = None
 
     def start(self, file: StateFile | None) -> None:
         """Registers the hooks, by which the caller's ``step()`` updates the slices. ``file``: with offload="disk"."""
         if self.runtime.plan.offload is not None:
             by_bucket = is_elementwise(self.optimizer)
-            self.offload = HostStep(self.runtime, self.number, self.optimizer, self.slices, file, by_bucket=by_bucket)
-        self._handles = (
-            self.optimizer.register_step_pre_hook(self._before_step),
-            self.optimizer.register_step_post_hook(self._after_step),
+            self.offload = HostStep(self.runtime, self.number, self.local, self.slices, file, by_bucket=by_bucket)
+            take_options(self.local, self.optimizer)
+            self.state.note(self._names.values() if self.local.state else ())  # of an earlier run's file
+        self._remove_hooks = torch_private.surround_step(
+            self.optimizer, self._before_hooks, self._before_step, self._after_step
         )
 
     @property
@@ -80,46 +90,48 @@ class ShardedOptimizer:
         """The buckets of its parameters."""
         return self.runtime.plan.of_optimizer(self.number)
 
+    @property
+    def members(self) -> list[list[str | Tensor]]:
+        """Each group's parameters, the same on every rank; those in a bucket by name."""
+        return [[self._names.get(id(p), p) for p in group["params"]] for group in self.optimizer.param_groups]
+
     def adopt(self, buckets: Sequence[Bucket]) -> None:
-        """Replaces the optimizer's parameters in these buckets by slices. Frozen ones stay: they have no gradient, so
-        the optimizer skips them."""
+        """Makes slices of the optimizer's parameters in these buckets. Frozen ones have none, nor a gradient, so the
+        optimizer skips them."""
         slots = {slot.name: (bucket, slot) for bucket in buckets for slot in bucket.slots}
-        names = {id(self.runtime.params[name]): name for name in slots}
+        self._names.update({id(self.runtime.params[name]): name for name in slots})
         for name, (bucket, slot) in slots.items():
             self._make_slice(name, bucket, slot)
-        # Every rank needs one slice per dtype, empty if need be: GradScaler needs a gradient, and unscales per dtype on
-        # all ranks. Clearing the optimizer's own tensors is noticed by the gradients of its slices.
+        # Every rank has a slice per dtype, empty if need be: it makes the same kinds of state
         for name, (bucket, slot) in slots.items():
             if all(own_slice.dtype != bucket.acc_dtype for own_slice in self.slices.values()):
                 self._make_slice(name, bucket, slot, is_empty=True)
         groups = self.optimizer.param_groups
-        self._try(groups[len(self.members) :])
-        self.members += [list(group["params"]) for group in groups[len(self.members) :]]
-        self.members = [[names.get(id(m), m) for m in members] for members in self.members]
-        for group in groups:
-            params = []
-            for param in group["params"]:
-                name = names.get(id(param), "")
+        self._try(groups[self._num_tried :])
+        self._num_tried = len(groups)
+        for name, (bucket, slot) in slots.items():
+            state = self.local.state.pop(self.runtime.params[name], None)
+            if state:  # a fresh one, made by the optimizer's __init__ (Adagrad)
+                self.state.note([name])
                 if name in self.slices:
-                    params.append(self.slices[name])
-                elif not name:
-                    params.append(param)
-                state = self.optimizer.state.pop(param, None) if name else None
-                if state and name in self.slices:  # a fresh one, made by the optimizer's __init__ (Adagrad)
-                    self.optimizer.state[self.slices[name]] = self._slice_state(*slots[name], state)
-            group["params"] = params
-        self._slice_grads.update({n: SliceGrad(self, n, self.slices[n]) for n in slots if n in self.slices})
+                    self.local.state[self.slices[name]] = self._slice_state(bucket, slot, state)
+        self._lists.clear()
+        self.look_at_groups()
 
     def _try(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Tries how an unknown optimizer treats these groups, while they still have their parameters."""
+        """Tries how an unknown optimizer treats these groups."""
         if is_known(self.optimizer):
             return
         plan, ranks = self.runtime.plan, self.runtime.group.shard
         device = plan.buckets[0].device if plan.offload is None else torch.device("cpu")
-        if not keeps_state_by_parameter(self.optimizer, groups, device):
+        if not self._num_tried:
+            block = None if self.rule.whole else self.rule.block
+            self.methods = on_slices(self.local, block, groups, device)
+            self._clears = clears_gradients(self.local, groups, device)
+        if not keeps_state_by_parameter(self.local, groups, device):
             self.has_state_by_parameter = False
-        if ranks.world_size > 1 and not takes_empty_groups(self.optimizer, groups, device):
-            self._stepper = without_empty_groups(self.optimizer)
+        if ranks.world_size > 1 and not takes_empty_groups(self.local, groups, device):
+            self._takes_empty_groups = False
 
     def _make_slice(self, name: str, bucket: Bucket, slot: Slot, is_empty: bool = False) -> None:
         rank, buffers = self.runtime.group.shard.rank, self.runtime.buffers
@@ -137,10 +149,10 @@ class ShardedOptimizer:
             if own_slice.data_ptr() != self._places[name]:
                 raise ZcError(
                     f"{when} the .data of the optimizer's {name} was set to another tensor, and zc reads the one that "
-                    "it gave: write weights in place, through model.parameters(); an optimizer has to update in place"
+                    "it gave: an optimizer has to update in place"
                 )
 
-    def _slice_state(self, bucket: Bucket, slot: Slot, state: dict[str, Any]) -> dict[str, Any]:
+    def _slice_state(self, bucket: Bucket, slot: Slot, state: Mapping[str, Any]) -> dict[str, Any]:
         """The optimizer's state of a parameter, cut like the parameter."""
         _, elements = bucket.layout.owned_part(slot, self.runtime.group.shard.rank)
         like = self.slices[slot.name]
@@ -151,13 +163,96 @@ class ShardedOptimizer:
             for key, item in state.items()
         }
 
-    def _install(self) -> None:
+    # --- the class's own view ---
+
+    def look_at_groups(self) -> None:
+        """Brings the groups of the second object up to date with the caller's: their options, and which parameters they
+        have. Takes over a state that the caller has set."""
+        if vars(self.optimizer)["state"] is not self.state:
+            given, vars(self.optimizer)["state"] = vars(self.optimizer)["state"], self.state
+            self.state.replace(given)
+        groups, own = self.optimizer.param_groups, self._groups
+        if len(self._lists) != len(groups):
+            own[:] = [{} for _ in groups]
+            self._lists = [([], []) for _ in groups]
+        for k, group in enumerate(groups):
+            given, slices = self._lists[k]
+            params = group["params"]
+            if len(given) != len(params) or any(a is not b for a, b in zip(given, params, strict=True)):
+                slices = [own for own in map(self._own_of, params) if own is not None]
+                self._lists[k] = list(params), slices
+            own[k].clear()
+            own[k].update(group)
+            own[k]["params"] = slices
+
+    def _own_of(self, param: Tensor) -> Tensor | None:
+        """What the class sees in place of a parameter: its slice, nothing, or a frozen parameter itself."""
+        name = self._names.get(id(param))
+        return param if name is None else self.slices.get(name)
+
+    def _hide_empty_groups(self) -> None:
+        if not self._takes_empty_groups:
+            self.local.param_groups = [g for g in self._groups if any(p.numel() for p in g["params"])]
+
+    def _touched(self) -> tuple[int, ...]:
+        """Its buckets of which some parameter has a gradient on some rank."""
+        return tuple(b.index for b in self.buckets if any(self.runtime.accumulators.touched[b.index]))
+
+    def _leave(self) -> None:
+        """At the end of a method of the class, also by raising."""
+        for own_slice in self.slices.values():
+            own_slice.grad = None
+        self.local.param_groups = self._groups
+        take_options(self.local, self.optimizer)
+        self.state.refresh()
+
+    def name_of(self, key: Any) -> str | None:
+        """The name of a parameter that is in one of its buckets; None for any other key of a state."""
+        return self._names.get(id(key))
+
+    def shown(self, name: str, item: Tensor) -> Tensor:
+        """A state of a slice as the caller sees it."""
+        if self.runtime.group.shard.world_size == 1:
+            return item
+        return ShardedValue(self.grad_shards, self.grad_shards.part(name, is_owned=True), item)
+
+    def taken(self, name: str, item: Any) -> Any:
+        """The reverse of `shown`: this rank's elements of a tensor of the parameter's shape."""
+        if not isinstance(item, Tensor) or self.runtime.group.shard.world_size == 1:
+            return item
+        part = self.grad_shards.part(name, is_owned=True)
+        if isinstance(item, ShardedValue):
+            is_own = item.part == part and not isinstance(item, ShardedGrad)
+            flat = item.local if is_own else part.cut(item.full_tensor()).clone()
+        elif item.dim() > 0 and tuple(item.shape) == part.slot.shape:
+            flat = part.cut(item.detach()).clone()
+        else:
+            return item
+        own_slice = self.slices.get(name)
+        return in_shape(flat if own_slice is None else flat.to(own_slice.device), part.slot)
+
+    def state_dict(self) -> dict[str, Any]:
+        """That of the class, with slices for parameters: this rank's part."""
+        self.look_at_groups()
+        state: dict[str, Any] = self.local.state_dict()
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """That of the class, with slices for parameters."""
+        self.look_at_groups()
+        self.local.load_state_dict(state_dict)
+        self.state.loaded(self._names.values())
+        take_options(self.local, self.optimizer)
+        self.local.param_groups = self._groups
+        self.look_at_groups()
+
+    def _install(self, changed: Sequence[int]) -> None:
         """Gives each slice its gradient for the update. It is None if no rank had one; then the optimizer skips it."""
         runtime = self.runtime
         whole: dict[int, Tensor] = {}
         if self.rule.whole:
             runtime.wait_for_host_memory()
-            whole = gather_whole(runtime.plan, runtime.buffers, runtime.group.shard, self._changed())
+            whole = gather_whole(runtime.plan, runtime.buffers, runtime.group.shard, changed)
         for bucket in self.buckets:
             flags = runtime.accumulators.touched[bucket.index]
             parts = self.grad_shards.of(bucket) if any(flags) and not self.rule.whole else {}
@@ -170,121 +265,100 @@ class ShardedOptimizer:
                 elif touched and own.numel() == slot.numel:
                     first = slot.offset - bucket.layout.owned_range(runtime.group.shard.rank)[0]
                     grad = in_shape(whole[bucket.index][first : first + slot.numel], slot)
-                self._set_grad(slot.name, grad)
+                own.grad = grad
 
-    def stand_in(self) -> None:
-        """Gives the slices their SliceGrads, so that zc sees all operations on them between updates."""
-        for name, slice_grad in self._slice_grads.items():
-            self._set_grad(name, slice_grad)
-
-    def _set_grad(self, name: str, grad: Tensor | None) -> None:
-        self.slices[name].grad = self._grads[name] = grad
-
-    def are_cleared(self) -> bool:
-        """Whether the caller has set ``.grad`` of the optimizer's own tensors to None: by the zero_grad of its class,
-        or by hand. Raises ZcError if only some are None, or some have another ``.grad``."""
-        names = [name for name, grad in self._grads.items() if grad is not None]
-        grads = [self.slices[name].grad for name in names]
-        if names and all(grad is None for grad in grads):
-            return True
-        for name, grad in zip(names, grads, strict=True):
-            if grad is not self._grads[name]:
-                raise ZcError(
-                    f"the optimizer's own tensor of {name} has {'no' if grad is None else 'another'} .grad, others "
-                    "have theirs: it is this rank's slice, and other ranks have other slices. Use "
-                    "optimizer.zero_grad() to clear all, or param.grad = None and .mul_() on the model's parameters"
-                )
-        return False
-
-    def is_one_cleared(self) -> bool:
-        """Whether the first of them is None: as `are_cleared` where all are cleared together, without a loop."""
-        name = next(iter(self._grads), "")
-        return self._grads.get(name) is not None and self.slices[name].grad is None
-
-    def forget_grads(self) -> None:
-        """Called when gradients are cleared: the slices have none of zc's until the next backward."""
-        self._grads.clear()
-        self._zeroed.clear()
-        self._say_if_skipped()
-
-    # --- called by the slices' SliceGrads ---
-
-    def unscale(self, names: Sequence[str], found_inf: Tensor, inverse: Tensor) -> None:
-        """Called by torch's GradScaler with the slices of one dtype. Gradients are still where they were reduced, so
-        this rank unscales its shards of all the optimizer's parameters of that dtype, whichever rank updates them."""
-        dtypes = {self.slices[name].dtype for name in names}
-        together = [s.name for b in self.buckets if b.acc_dtype in dtypes for s in b.slots]
-        self.grad_shards.unscale(together, found_inf, inverse)
-        self._was_unscaled = True
-
-    def _say_if_skipped(self) -> None:
-        """Called at the end of an update. Unscaled gradients that no step used were probably not finite. Only then is
-        it worth waiting for the device to check."""
-        if self._was_unscaled:
-            self._was_unscaled = False
-            self.grad_shards.say_skipped()
-
-    def zero_slices(self, names: Sequence[str]) -> None:
-        """Called by zero_grad(set_to_none=False) of the optimizer's class, with all slices or one at a time."""
-        self._zeroed.update(names)
-        if self._zeroed >= self.slices.keys():
-            self._zeroed.clear()
-            self.zero_grad(set_to_none=False)
-
-    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-        if torch_private.is_nested_step(optimizer):
-            return None
-        self._was_unscaled = False
-        self._check_places("before step()")
-        arguments = self._closures.run(args, kwargs)
-        if self._zeroed:
-            name = next(name for name in self.slices if name not in self._zeroed)
-            raise ZcError(
-                f"some of the optimizer's own gradients were made zeros, and that of {name} was not: they are this "
-                "rank's slices, and ranks have other ones. Use optimizer.zero_grad(), or param.grad.zero_() of the "
-                "model's parameters"
-            )
-        self.runtime.finish_gradients()
-        self.runtime.weights.before_writes()
-        self._writes.take_over()
-        self._install()
-        if self.offload is not None:
-            self.offload.before(self._changed(), self._handles[0])
-        if self._stepper is not None:
-            args, kwargs = arguments or (args, kwargs)
-            return (self._stepper, *args[1:]), kwargs
-        return arguments
-
-    def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if torch_private.is_nested_step(optimizer):
-            return
-        self._check_places("in step()")
-        if self.offload is not None:
-            self.offload.after(self._changed())
-            self.runtime.weights.published(self._changed())
-        else:
-            self.runtime.weights.publish(self._changed())
-        self._writes.remember()
-        if self._changed():
-            self.stand_in()
-        self.runtime.after_update(self.number)
-        self.runtime.weights.watch()
-
-    def _changed(self) -> tuple[int, ...]:
-        """Its buckets of which some parameter has a gradient on some rank."""
-        return tuple(b.index for b in self.buckets if any(self.runtime.accumulators.touched[b.index]))
+    # --- gradients ---
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears its shards: the optimizer's own zero_grad."""
-        self._say_if_skipped()
         if not set_to_none:
             self.grad_shards.drop_norms()
         self.runtime.clear(set_to_none=set_to_none, optimizer=self.number)
 
+    # --- the hooks around step ---
+
+    def _before_hooks(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Other pre-hooks see finished gradients; a closure has yet to make them, as in PyTorch."""
+        if torch_private.has_step_pre_hooks(optimizer) and closure_in(args, kwargs) is None:
+            self.runtime.finish_gradients()
+
+    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        self.publish_rest()
+        self.grad_shards.unscaled.discard(self.number)
+        self._check_places("before step()")
+        args, kwargs = self._closures.run(args, kwargs)
+        self.runtime.finish_gradients()
+        self.runtime.weights.before_writes()
+        self._writes.take_over()
+        self.look_at_groups()
+        changed = self._touched()
+        self._install(changed)
+        if self.offload is not None:
+            self.offload.before(changed)
+        self._updating = changed
+        self._hide_empty_groups()
+        return (self.local, *args[1:]), kwargs
+
+    def _after_step(self, *_: Any) -> None:
+        changed, self._updating = self._updating or (), None
+        self._leave()
+        self._check_places("in step()")
+        if self.offload is not None:
+            self.offload.after(changed)
+            self.runtime.weights.published(changed)
+        else:
+            self.runtime.weights.publish(changed)
+        self.state.note_update(changed)
+        self._writes.remember()
+        self.runtime.after_update(self.number)
+        self.runtime.weights.watch()
+        if self._clears is not Clears.NOTHING:
+            self.zero_grad(set_to_none=self._clears is Clears.ALL)
+
+    def run_on_slices(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs another method of the class, all ranks the same, and publishes the weights that it has changed."""
+        runtime, cls = self.runtime, type(self.optimizer)
+        reads_grads = "grad" in mentions(cls, name)
+        if reads_grads:
+            runtime.finish_gradients()
+        runtime.weights.before_writes()
+        self._writes.take_over()
+        self.look_at_groups()
+        runtime.wait_for_host_memory()
+        if reads_grads:
+            self._install(self._touched())
+        masters = {bucket.index: runtime.buffers.master_shard[bucket.index] for bucket in self.buckets}
+        before = {index: master.clone() for index, master in masters.items()}
+        self._hide_empty_groups()
+        try:
+            result = getattr(cls, name)(self.local, *args, **kwargs)
+        finally:
+            self._leave()
+            self._check_places(f"in {name}()")
+            flags = [int(not torch.equal(before[index], master)) for index, master in masters.items()]
+            flags = runtime.group.max_on_host(flags, f"the end of {cls.__name__}.{name}()")
+            changed = tuple(index for index, is_changed in zip(masters, flags, strict=True) if is_changed)
+            if self.offload is not None:
+                self.offload.publish(changed)
+                runtime.weights.published(changed)
+            else:
+                runtime.weights.publish(changed)
+            self._writes.remember()
+            runtime.weights.watch()
+            if reads_grads:
+                self.grad_shards.drop_norms()
+        return self.optimizer if result is self.local else result
+
+    def publish_rest(self) -> None:
+        """After a step of the class that raised: publishes what it has changed, as the other ranks do in theirs."""
+        if self._updating is not None:
+            self._after_step()
+
     def let_go(self) -> None:
         """Removes zc's hooks, the parameters and the state from the optimizer."""
-        for handle in self._handles:
-            handle.remove()
-        self.optimizer.state.clear()
-        for group in self.optimizer.param_groups:
+        if self._remove_hooks is not None:
+            self._remove_hooks()
+        self.local.state.clear()
+        vars(self.optimizer)["state"] = self.local.state
+        for group in (*self.local.param_groups, *self.optimizer.param_groups):
             group["params"] = []

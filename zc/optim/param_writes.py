@@ -1,4 +1,4 @@
-"""Handles changes to parameters between updates: in-place writes are kept, moved parameters are refused.
+"""Handles changes to parameters between updates: writes are kept, moved parameters are refused.
 
 The parameters' memory is flat_param. If masters are separate tensors (narrower parameters, offload), the next update
 would overwrite a value that the caller wrote into the parameter: ``load_state_dict``, a re-initialised layer, a clamp
@@ -6,6 +6,9 @@ or an exchange of weights through ``p.data``. Autograd counts writes, but not th
 update each rank compares the elements that it owns with their masters. An element that equals its rounded master was
 not written. Weights that travel as differences stay a little behind their masters, so there the comparison is with a
 copy of what the last update has left.
+
+``param.data = other`` is a write, too, if ``other`` has the parameter's shape, dtype and device (SAM restores weights
+so): its values are copied into the bucket, and the parameter is given its memory there again.
 """
 
 from __future__ import annotations
@@ -13,11 +16,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor, nn
 
 from zc import torch_private
+from zc.engine.memory_order import in_shape
 from zc.errors import ZcError
 from zc.kernels import copy_writes
+from zc.planning.layout import Slot
 from zc.planning.plan import Bucket
 
 if TYPE_CHECKING:
@@ -45,7 +51,7 @@ class ParamWrites:
 
     def __init__(self, core: Core) -> None:
         self._core = core
-        self._places: dict[str, tuple[int, Bucket]] = {}  # address of each parameter that has elements
+        self._places: dict[str, tuple[int, Bucket, Slot]] = {}  # address of each parameter that has elements
         self._versions: dict[str, int] = {}
 
     def adopt(self, buckets: Sequence[Bucket]) -> None:
@@ -55,7 +61,8 @@ class ParamWrites:
             flat = self._core.buffers.flat_param[bucket.index]
             for slot in bucket.slots:
                 if slot.numel > 0:
-                    self._places[slot.name] = flat.data_ptr() + slot.offset * flat.element_size(), bucket
+                    address = flat.data_ptr() + slot.offset * flat.element_size()
+                    self._places[slot.name] = address, bucket, slot
         self.remember()
 
     def remember(self) -> None:
@@ -65,10 +72,11 @@ class ParamWrites:
         self._versions = {name: torch_private.version(param) for name, param in self._core.params.items()}
 
     def check_places(self) -> None:
-        """Raises ZcError for a parameter that has left its bucket."""
-        for name, (address, bucket) in self._places.items():
+        """Brings parameters back whose ``.data`` was set to another tensor like it. Raises ZcError for any other that
+        has left its bucket."""
+        for name, (address, bucket, slot) in self._places.items():
             param = self._core.params[name]
-            if param.data_ptr() != address:
+            if param.data_ptr() != address and not self._bring_back(param, bucket, slot):
                 so = (
                     "Was the model moved, cast or given other tensors (model.to, .half, param.data = ...) after "
                     "zc.compile? Move it before. For bf16 weights don't cast it: param_dtype=torch.bfloat16 keeps fp32 "
@@ -83,6 +91,22 @@ class ParamWrites:
                     f"parameter {name} has left its bucket, so no update would reach it: it is {param.dtype} on "
                     f"{param.device}, the bucket {bucket.param_dtype} on {bucket.device}. {so}"
                 )
+
+    def _bring_back(self, param: nn.Parameter, bucket: Bucket, slot: Slot) -> bool:
+        """Copies the values of a parameter that lies elsewhere into its bucket, and makes that its memory."""
+        values = param.data
+        is_like = tuple(values.shape) == slot.shape and values.dtype == bucket.param_dtype
+        if not is_like or values.device != bucket.device or values.layout != torch.strided or _is_shared(values):
+            return False
+        place = self._core.buffers.flat_param[bucket.index][slot.offset : slot.stop]
+        param.data = in_shape(torch_private.own_storage(place), slot)
+        param.data.copy_(values)  # as where ``.data`` is set, autograd does not count it
+        self._versions[slot.name] = -1
+        self._core.say_once(
+            f"param.data of {slot.name} was set to another tensor: zc copies its values into the parameter's own "
+            "memory, so later writes to that tensor change nothing. param.copy_(tensor) saves a copy"
+        )
+        return True
 
     def take_over(self) -> None:
         """Right before an update: copies writes into parameters since the last update into this rank's masters.

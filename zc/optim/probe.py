@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zc import torch_private
+from zc.optim.local import class_of
 
 STEPS = 3
 CLOSE = 1e-4  # of the largest change; a vector's tail may be summed in another order, which rounds differently
@@ -30,6 +31,8 @@ class Updated(NamedTuple):
 
     change: Tensor
     state: Mapping[str, Any]
+    returned: Any = None  # by the last of the methods that were called
+    grad: Tensor | None = None  # what is left of its last gradient
 
     def elementwise(self) -> dict[str, Tensor]:
         """The change under "", and each floating-point state of the parameter's size. Codes of a quantised state are
@@ -60,11 +63,12 @@ def update_copy(
     grads: Sequence[Sequence[Tensor]],
     seed: int,
     closure: Any = None,
+    methods: Sequence[str] = (),
 ) -> list[Updated]:
-    """What a copy of ``optimizer`` makes of ``values`` with ``grads``, in as many steps as each has gradients. State
-    under strings counts as state of each parameter, under ""."""
+    """What a copy of ``optimizer`` makes of ``values`` with ``grads``, in as many steps as each has gradients, and in
+    calls of ``methods`` after them. State under strings counts as state of each parameter, under ""."""
     params = [nn.Parameter(value.clone()) for value in values]
-    twin = torch_private.bare_copy(optimizer)
+    twin = torch_private.bare_copy(optimizer, class_of(optimizer))
     options = {key: _copy(option) for key, option in group.items() if key != "params"}
     if "lr" in options and not float(options["lr"]) > 0:  # a warmup that begins at 0 would hide every difference
         rates = (group.get("initial_lr"), optimizer.defaults.get("lr"), 1e-3)
@@ -78,22 +82,28 @@ def update_copy(
     def refuse(collective: str) -> None:
         raise Communicates(collective)
 
-    devices = [value.device for value in values[:1] if value.device.type == "cuda"]
+    devices = [value.device for value in values[:1] if value.device.type != "cpu"]
+    forked = torch.random.fork_rng([d.index for d in devices], device_type=devices[0].type if devices else "cuda")
     # Eager: Dynamo skips a frame for good that it first meets under a dispatch mode, here that of watching_collectives.
     eager = torch.compiler.set_stance("force_eager")
-    with torch.random.fork_rng(devices=devices), eager, torch_private.watching_collectives(refuse):
+    with forked, eager, torch_private.watching_collectives(refuse):
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would leave other devices' generators changed
         for device in devices:
-            with torch.cuda.device(device):
-                torch.cuda.manual_seed(seed)
+            with torch.accelerator.device_index(device.index):
+                torch.get_device_module(device).manual_seed(seed)
         for k in range(len(grads[0]) if grads else 1):
             for param, own in zip(params, grads, strict=True):
                 param.grad = own[k].clone()
             twin.step(*([closure] if closure is not None else []))
+        returned: Any = None
+        for method in methods:
+            returned = getattr(twin, method)()
     changes = [(param.detach() - value).float() for param, value in zip(params, values, strict=True)]
     others = {key: item for key, item in twin.state.items() if isinstance(key, str)}
     states = [{**twin.state.get(param, {}), **({"": others} if others else {})} for param in params]
-    return [Updated(change, state) for change, state in zip(changes, states, strict=True)]
+    returned = None if returned is twin else returned
+    left = [param.grad for param in params]
+    return [Updated(change, state, returned, grad) for change, state, grad in zip(changes, states, left, strict=True)]
 
 
 def difference(one: Mapping[str, Tensor], other: Mapping[str, Tensor], close: float = CLOSE) -> str | None:
@@ -157,7 +167,8 @@ def _copy(option: Any) -> Any:
 def wrapped(optimizer: Optimizer) -> str | None:
     """The attribute through which a copy of ``optimizer`` would reach another optimizer, or the caller's own
     parameters; None if there is none."""
-    groups = {id(group) for group in optimizer.param_groups} | {id(optimizer.param_groups)}
+    of_caller = vars(optimizer)["param_groups"]
+    groups = {id(group) for group in of_caller} | {id(of_caller)}
     for name, value in vars(optimizer).items():
         if name in ("state", "param_groups", "defaults") or name.startswith("_optimizer_"):
             continue

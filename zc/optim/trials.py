@@ -7,11 +7,14 @@
 | does each state belong to the parameter that it is stored under? | of every unknown class, for checkpoints |
 | can a group be empty? | of every unknown class: a rank may own none of a group's parameters |
 | how often is a closure called? | at the first ``step(closure)`` |
+| does ``step`` clear gradients itself? | of every unknown class |
 | which state has the parameter's shape? | of torch's elementwise classes, with offload |
 """
 
 from __future__ import annotations
 
+import contextlib
+import enum
 import itertools
 import sys
 from collections.abc import Mapping, Sequence
@@ -37,9 +40,7 @@ def check_elementwise(optimizer: Optimizer, block: int, device: torch.device) ->
     updating the whole parameter, in some group of ``optimizer``. Changes nothing."""
     name = type(optimizer).__name__
     _refuse_wrappers(optimizer, f"zc.elementwise({name})")
-    columns = max(COLUMNS, block)
-    cuts = [0, *(((k * ROWS // 3) * columns + columns // 3) // block * block for k in (1, 2)), ROWS * columns]
-    slices = [slice(start, stop) for start, stop in itertools.pairwise(cuts)]
+    (_, columns), slices = cut_matrix(block)
     value, grads = small_data((ROWS, columns), device)
     for number, group in enumerate(optimizer.param_groups):
         where = f"zc.elementwise({name}): parameter group {number}"
@@ -76,6 +77,13 @@ def check_elementwise(optimizer: Optimizer, block: int, device: torch.device) ->
                 f"{f', with block={block}' if block > 1 else ''}). Take the declaration away, and whole parameters "
                 "stay on one rank; or give the block in which elements share something"
             )
+
+
+def cut_matrix(block: int) -> tuple[tuple[int, int], list[slice]]:
+    """The shape of a small matrix, and three slices of its elements that begin and end at multiples of ``block``."""
+    columns = max(COLUMNS, block)
+    cuts = [0, *(((k * ROWS // 3) * columns + columns // 3) // block * block for k in (1, 2)), ROWS * columns]
+    return (ROWS, columns), [slice(start, stop) for start, stop in itertools.pairwise(cuts)]
 
 
 def check_independent(optimizer: Optimizer, device: torch.device) -> None:
@@ -135,6 +143,31 @@ def takes_empty_groups(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]
     return True
 
 
+class Clears(enum.Enum):
+    """What an optimizer's step leaves of the gradients."""
+
+    NOTHING = "they stay"
+    VALUES = "zeros"
+    ALL = "None"
+
+
+def clears_gradients(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]], device: torch.device) -> Clears:
+    """Whether ``step`` clears gradients itself, as far as that can be tried."""
+    if wrapped(optimizer) is not None:
+        return Clears.NOTHING
+    for group in groups:
+        for (shape, *_), _ in PAIRS:
+            value, grads = small_data(shape, device)
+            try:
+                (updated,) = update_copy(optimizer, group, [value], [grads], seed=1)
+            except Exception:  # noqa: BLE001  (the next shape)
+                continue
+            if updated.grad is None:
+                return Clears.ALL
+            return Clears.NOTHING if updated.grad.any() else Clears.VALUES
+    return Clears.NOTHING
+
+
 def num_closure_calls(optimizer: Optimizer) -> int | None:
     """How often one ``step(closure)`` calls its closure; None where that can't be tried."""
     if wrapped(optimizer) is not None:
@@ -163,6 +196,18 @@ def state_keys(optimizer: Optimizer) -> list[str]:
         (updated,) = update_copy(optimizer, group, [value], [[value]], seed=1)
         keys.update({k: None for k, item in updated.state.items() if isinstance(item, Tensor) and item.shape == (2,)})
     return list(keys)
+
+
+SHAPE = (16, 24)
+
+
+def state_of_trial(optimizer: Optimizer) -> dict[Any, Any]:
+    """A parameter's state of `SHAPE` after some updates, as far as that can be tried."""
+    value, grads = small_data(SHAPE, torch.device("cpu"))
+    for group in optimizer.param_groups if wrapped(optimizer) is None else ():
+        with contextlib.suppress(Exception):  # it takes other shapes
+            return {**update_copy(optimizer, group, [value], [grads], seed=1)[0].state}
+    return {}
 
 
 class Trial(NamedTuple):

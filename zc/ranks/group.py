@@ -9,8 +9,9 @@ zc's stream has high priority: its kernels do not wait for compute that was issu
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -152,6 +153,9 @@ class Group(Control):
         on_host, on_all_hosts = self.topology.of_host(self.rank), self.topology.across(self.rank)
         self.levels = Levels(self._level(on_host), self._level(on_all_hosts, ", between hosts"))
         self.levels.net._keeps_journal = False  # each of its exchanges belongs to one inside the host
+        # where reductions read memory, these are gathers of stage 3, which run on another stream than reductions, and
+        # one journal has no order of the two
+        self.levels.host._keeps_journal = not self.topology.reads_memory
 
     def _level(self, members: Sequence[int], between: str = "") -> Exchanges:
         level = Exchanges(members.index(self.rank), len(members), self.journal, between)
@@ -162,7 +166,16 @@ class Group(Control):
             level.data, level._members = self._new_data(members=members), None
         return level
 
-    # --- ranks that read each other's memory: nodes of a schedule ---
+    # --- ranks that read each other's memory ---
+
+    @contextlib.contextmanager
+    def offering(self, kind: str, bucket: int, tensor: Tensor) -> Iterator[dict[int, bytes]]:
+        """Inside, ranks of this host read each other's ``tensor``: yields where those of the others lie. At the end all
+        have read, so each may write its own again (docs/proof.md)."""
+        self.signal_full(kind, bucket, tensor)
+        yield self.await_full(kind, bucket)
+        self.signal_free(kind, bucket)
+        self.await_free(kind, bucket)
 
     def signal_full(self, kind: str, bucket: int, tensor: Tensor) -> None:
         """Lets the others on this host read ``tensor``: a part each if it is reduced, all of it if it is gathered."""

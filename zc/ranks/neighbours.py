@@ -1,8 +1,8 @@
 """Exchanges between the ranks of one host, on CPU: each rank reads the others' memory.
 
 A rank that has data for the others sends them its address (*full*). A rank that has read the data answers (*free*);
-then it may be written again. In schedules both are nodes, which passes insert and the proof checks
-(zc/passes/signal_peers.py). Everywhere else `Neighbours.exchange` does all of it.
+then it may be written again. Signals are numbered: the k-th one of a rank ends the k-th wait of the others, so that no
+late or repeated message is taken for another one's.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import errno
 import functools
 import struct
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 _PLACE = struct.Struct("<QQ")  # address, bytes
 FULL, FREE, ROW, VALUES = range(4)  # what a message is for
+_INDEX_BITS, _NUM_NUMBERS = 20, 2**28  # of a signal's key: its index, and how many numbers there are
 _CHUNK_NBYTES = 2**20  # of all ranks' rows that are summed at once, so that they stay in a core's own cache
 _REFUSED = (errno.EPERM, errno.EACCES, errno.ENOSYS)  # by the kernel, whatever the address
 
@@ -36,6 +38,12 @@ Use = Callable[[Tensor, int, int], None]
 
 def _key(message: int, kind: int, index: int) -> int:
     return message << 56 | kind << 48 | index
+
+
+def _numbered(counts: Counter[int], key: int) -> int:
+    """The key of the next signal under ``key``, or of the next wait for one."""
+    counts[key] += 1
+    return key | counts[key] % _NUM_NUMBERS << _INDEX_BITS
 
 
 class Neighbours:
@@ -47,29 +55,32 @@ class Neighbours:
         self.ranks = tuple(sorted((*self.peers, rank)))
         self._pids, self._reader = pids, reader
         self._num_rows = 0  # the calling thread's
+        self._sent, self._awaited = Counter[int](), Counter[int]()  # signals by key; each key has one thread at a time
         self.journal: Journal | None = None  # set before the first exchange
 
     # --- signals ---
 
     def signal_full(self, kind: int, index: int, tensors: Mapping[int, Tensor] | Tensor) -> None:
         """Lets each other rank read its one of ``tensors``, contiguous, until it signals that it has done so."""
+        key = _numbered(self._sent, _key(FULL, kind, index))
         for peer in self.peers:
             tensor = tensors if isinstance(tensors, Tensor) else tensors.get(peer)
             place = _PLACE.pack(0, 0) if tensor is None else _PLACE.pack(tensor.data_ptr(), tensor.nbytes)
-            self.links.send(peer, _key(FULL, kind, index), place)
+            self.links.send(peer, key, place)
 
     def await_full(self, kind: int, index: int, places: dict[int, bytes]) -> Step:
         """``places`` <- by rank, the address of its data for this one. Done when all others may be read."""
-        return self._from_all(_key(FULL, kind, index), _PLACE.size, places)
+        return self._from_all(_numbered(self._awaited, _key(FULL, kind, index)), _PLACE.size, places)
 
     def signal_free(self, kind: int, index: int) -> None:
         """Tells the others that this rank has read their data."""
+        key = _numbered(self._sent, _key(FREE, kind, index))
         for peer in self.peers:
-            self.links.send(peer, _key(FREE, kind, index), b"\0")
+            self.links.send(peer, key, b"\0")
 
     def await_free(self, kind: int, index: int) -> Step:
         """Done when all others have read this rank's data."""
-        return self._from_all(_key(FREE, kind, index), 1, {})
+        return self._from_all(_numbered(self._awaited, _key(FREE, kind, index)), 1, {})
 
     def _from_all(self, key: int, nbytes: int, messages: dict[int, bytes]) -> Step:
         """``messages`` <- one message from each neighbour, by rank."""

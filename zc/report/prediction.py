@@ -16,7 +16,7 @@ from zc.checks import shardable, trainable
 from zc.config import Config, check_count
 from zc.engine.sharded_weights import named_plainly
 from zc.errors import PlanError
-from zc.plan_checks import check_plan, check_replicas
+from zc.plan_checks import check_plan, check_replicas, check_scripts
 from zc.planning.blocks import find_kinds
 from zc.planning.layout import Rule
 from zc.planning.nbytes import STATES
@@ -144,6 +144,7 @@ def plan(
         its_config = replace(config, stage=number, overlap=True, overlap_gather=False, weight_nbytes=weight_nbytes)
         plan = plan_for(its_config, specs, rules, topology, num_replicas, kinds, in_shards if is_gathered else {})
         check_plan(plan)
+        check_scripts(model, plan)
         return plan
 
     def estimate_of(stage_plan: Plan) -> Estimate:

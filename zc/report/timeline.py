@@ -25,16 +25,15 @@ from zc.schedule.spec import (
     BucketOp,
     Cast,
     Deposit,
+    Exchange,
     FreeWeights,
-    GatherShards,
-    LaunchReduce,
+    GatherWeights,
     Op,
     ReadWeights,
     RecordEvent,
     Role,
     Segment,
     WaitEvent,
-    WaitReduce,
     WgradInto,
 )
 
@@ -44,7 +43,7 @@ if TYPE_CHECKING:
 
     Scheduled: TypeAlias = Program | PlannedPass  # what was clocked: a schedule, or the gathers of a pass
 
-LOOP, IN_FLIGHT = "loop", "in flight"
+LOOP = "loop"
 
 
 @dataclass(frozen=True)
@@ -99,7 +98,7 @@ class Timeline:
             return self.exposed_on_host
         busy = (b for b in self.boxes if b.lane.startswith(COMPUTE) or (b.lane == LOOP and b.label == "forward"))
         compute = _union([(b.start, b.stop) for b in busy])
-        comm = _union([(b.start, b.stop) for b in self.boxes if isinstance(b.op, LaunchReduce) or b.lane == COMM])
+        comm = _union([(b.start, b.stop) for b in self.boxes if isinstance(b.op, Exchange) or b.lane == COMM])
         covered = sum(max(0.0, min(s, t) - max(a, b)) for a, s in comm for b, t in compute)
         return sum(stop - start for start, stop in comm) - covered
 
@@ -126,7 +125,7 @@ def measured(step: ClockedStep, programs: Iterable[Scheduled]) -> Timeline:
     boxes = [Box(None, LOOP, p.start, p.stop, p.name, f"the caller's loop: {p.name}") for p in step.phases]
     arrows: list[Arrow] = []
     free: dict[str, float] = {}
-    moves: list[tuple[float, GatherShards | FreeWeights]] = []
+    moves: list[tuple[float, GatherWeights | FreeWeights]] = []
     for (name, _), spans in sorted(runs.items(), key=lambda run: min(run[1].values())):
         if name in by_name:
             _place(by_name[name], spans, free, boxes, arrows)
@@ -145,25 +144,25 @@ def measured(step: ClockedStep, programs: Iterable[Scheduled]) -> Timeline:
 
 def _moves(
     graph: fx.Graph, spans: Mapping[str, tuple[float, float]]
-) -> Iterator[tuple[float, GatherShards | FreeWeights]]:
+) -> Iterator[tuple[float, GatherWeights | FreeWeights]]:
     """When a gather began to fill its bytes of the arena, and when these were free again."""
     for node, op in ops(graph):
-        if node.name in spans and isinstance(op, GatherShards) and op.dst.kind == "arena":
+        if node.name in spans and isinstance(op, GatherWeights) and op.dst.kind == "arena":
             yield spans[node.name][0], op
         elif node.name in spans and isinstance(op, FreeWeights):
             yield spans[node.name][1], op
 
 
-def _gathered(moves: Iterable[tuple[float, GatherShards | FreeWeights]]) -> tuple[tuple[float, int], ...]:
+def _gathered(moves: Iterable[tuple[float, GatherWeights | FreeWeights]]) -> tuple[tuple[float, int], ...]:
     """The bytes of gathered weights from each of these times on.
 
     A pass that ended early freed nothing: its weights count until the next gather overwrites them.
     """
     alive: set[tuple[int, int]] = set()  # extents
     points: dict[float, int] = {}
-    for time, op in sorted(moves, key=lambda move: (move[0], isinstance(move[1], GatherShards))):
+    for time, op in sorted(moves, key=lambda move: (move[0], isinstance(move[1], GatherWeights))):
         alive = {(start, stop) for start, stop in alive if stop <= op.start or op.stop <= start}
-        if isinstance(op, GatherShards):
+        if isinstance(op, GatherWeights):
             alive.add((op.start, op.stop))
         points[time] = sum(stop - start for start, stop in alive)
     return tuple(points.items())
@@ -193,9 +192,6 @@ def _place(
             if isinstance(op, ReadWeights | FreeWeights):
                 continue  # it does nothing itself
             boxes.append(Box(node, lane, start, stop, label(node, program.plan), detail(node, program.plan, program)))
-            if isinstance(op, WaitReduce) and op.work.name in spans:
-                text = detail(op.work, program.plan, program)
-                boxes.append(Box(op.work, IN_FLIGHT, spans[op.work.name][0], stop, label(op.work, program.plan), text))
 
 
 def simulate(graph: fx.Graph, plan: Plan, costs: Mapping[str, float] | None = None) -> Timeline:
@@ -203,7 +199,6 @@ def simulate(graph: fx.Graph, plan: Plan, costs: Mapping[str, float] | None = No
     cost, own = estimate(plan), dict(costs or {})
     free: dict[str, float] = {}
     events: dict[str, tuple[str, float]] = {}
-    arrival: dict[fx.Node, float] = {}
     boxes: list[Box] = []
     arrows: list[Arrow] = []
     for node, op in ops(graph):
@@ -219,21 +214,12 @@ def simulate(graph: fx.Graph, plan: Plan, costs: Mapping[str, float] | None = No
                 arrows.append(Arrow(source, time, lane, free[lane], op.event, delayed=free[lane] <= time))
             continue
         duration = own.get(node.name, cost(node))
-        if isinstance(op, LaunchReduce):
-            # exchanges of one group run one after another, whatever stream launched them
-            start = max(now, *(b.stop for b in boxes if isinstance(b.op, LaunchReduce)), 0.0)
-            arrival[node] = start + duration
-            boxes.append(Box(node, IN_FLIGHT, start, start + duration, label(node, plan), detail(node, plan)))
-            continue
-        if isinstance(op, WaitReduce):
-            free[lane] = max(now, arrival.get(op.work, 0.0))
-            continue
         boxes.append(Box(node, lane, now, now + duration, label(node, plan), detail(node, plan)))
         free[lane] = now + duration
     return Timeline(tuple(boxes), tuple(arrows))
 
 
-_SAME_COLOR = {Role.DEPOSIT: Role.WRITE, Role.SYNC: Role.SIGNAL}
+_SAME_COLOR = {Role.DEPOSIT: Role.WRITE}
 
 
 def color_class(box: Box) -> str:

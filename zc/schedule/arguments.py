@@ -109,5 +109,5 @@ def written(op: Op) -> tuple[tuple[Any, ...], dict[str, Any]]:
     args = [type_.write(getattr(op, name)) for name, type_ in layout.positional.items()]
     if layout.has_operands:
         args += args.pop()
-    kwargs = {name: item for name in layout.keywords if (item := getattr(op, name)) is not None}
+    kwargs = {name: t.write(item) for name, t in layout.keywords.items() if (item := getattr(op, name)) is not None}
     return tuple(args), kwargs

@@ -6,11 +6,10 @@
         on('compute', lambda: ops.flatten_cast(0, 'flat_grad[0]', (0,), [v.pop('getitem')]))
         record('e0', 'compute')
         wait('e0', 'comm')
-        on('comm', lambda: put(v, ('launch_reduce',), (ops.launch_reduce(0, 'recv[0]', 'flat_grad[0]'),)))
+        on('comm', lambda: ops.exchange(0, 'recv[0]', 'flat_grad[0]'))
 
 ``v`` holds the values by name. A value leaves it at its last use in program order, in the list that the segment gets,
-so that the segment can free it; a value that another stream uses leaves it at its ``release``. Values that the output
-returns stay.
+so that the segment can free it. Values that the output returns stay.
 
 With ``plan``, each statement that is no event goes through ``named``, with its node, its stream, and its name in traces
 and NVTX: stream, kind, bucket. `zc.engine.clock` has such a function::
@@ -25,8 +24,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
-from zc.schedule.nodes import is_getitem, item_of, kind_of, maker, op_of, ops, results, stream_of
-from zc.schedule.spec import BucketOp, Op, ReadWeights, RecordEvent, Release, Segment, WaitEvent
+from zc.schedule.nodes import is_getitem, item_of, kind_of, maker, ops, results, stream_of
+from zc.schedule.spec import BucketOp, Op, ReadWeights, RecordEvent, Segment, WaitEvent
 
 if TYPE_CHECKING:
     from zc.planning.plan import Plan
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
 Run = Callable[[dict[str, Any], Any, Any], None]  # of the values by name, the streams, and the operations
 Named = Callable[[str, str, str, Callable[[], object]], Callable[[], object]]
 RunNamed = Callable[[dict[str, Any], Any, Any, Named], None]  # of ``named``, too
-LastUses = dict[fx.Node, fx.Node | None]  # where each value leaves ``v``; None: it stays, or a release takes it
+LastUses = dict[fx.Node, fx.Node | None]  # where each value leaves ``v``; None: it stays
 
 
 def generate(graph: fx.Graph, plan: Plan | None = None) -> str:
@@ -107,21 +106,19 @@ def _put(values: dict[str, Any], names: Sequence[str | None], results: Sequence[
 
 
 def _call(node: fx.Node, op: Op, last: LastUses) -> str:
-    if isinstance(op, Release):
-        return f"({', '.join(f'v.pop({n.name!r})' for n in op.values)},)"
     if isinstance(op, Segment):
         args = [repr(op.key), f"[{', '.join(_show(n, node, last) for n in op.inputs)}]"]
     else:
         args = [_show(arg, node, last) for arg in node.args] + [f"{key}={item!r}" for key, item in node.kwargs.items()]
     call = f"ops.{kind_of(node)}({', '.join(args)})"
-    if op.returns == "items":
+    if op.returns_items:
         returned = results(node)
         names: list[str | None] = [None] * (1 + max(map(item_of, returned), default=-1))
         for item in returned:
             if item.users:  # nobody would take it out again
                 names[item_of(item)] = item.name
         return f"put(v, {tuple(names)!r}, {call})"
-    return f"put(v, ({node.name!r},), ({call},))" if op.returns == "value" else call
+    return call
 
 
 def _show(arg: Any, node: fx.Node, last: LastUses) -> str:
@@ -141,21 +138,11 @@ def _times(args: Any, node: fx.Node) -> int:
 
 
 def _last_uses(graph: fx.Graph) -> LastUses:
-    """The node at which each value leaves; None for a value that the output returns or a release frees."""
+    """The node at which each value leaves; None for a value that the output returns."""
     last: LastUses = {}
-    outliving: set[fx.Node] = set()
     for node in graph.nodes:
-        if is_getitem(node):
-            continue
-        for used in node.all_input_nodes:
+        for used in () if is_getitem(node) else node.all_input_nodes:
+            assert stream_of(node) == stream_of(maker(used)), f"%{used.name} crosses streams"
             last[used] = node
-            if _hands_on(node):
-                outliving.add(used)
-            elif stream_of(node) != stream_of(maker(used)):
-                handed_on = any(map(_hands_on, used.users))
-                assert handed_on, f"%{used.name} crosses streams and is neither released nor returned"
-    return {node: None if node in outliving else user for node, user in last.items()}
-
-
-def _hands_on(node: fx.Node) -> bool:
-    return node.op == "output" or isinstance(op_of(node), Release)
+    returned = graph.output_node().all_input_nodes
+    return {node: None if node in returned else user for node, user in last.items()}

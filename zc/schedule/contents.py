@@ -1,8 +1,8 @@
 """What buffers hold while a schedule runs. Each kind of node says in its record (`zc.schedule.spec`) what it needs in
 the buffers that it names, and what it leaves there; `zc.passes.exactly_once` proves that a schedule fits together.
 
-    launch_reduce(2, "recv[0]", "flat_grad[0]")     stage 2: flat_grad holds a GRADIENT, then NOTHING
-                                                    recv holds NOTHING, then FLIGHT
+    exchange(2, "recv[0]", "flat_grad[0]")     stage 2: flat_grad holds a GRADIENT, then NOTHING
+                                               recv holds NOTHING, then ROWS
 """
 
 from __future__ import annotations
@@ -15,24 +15,17 @@ if TYPE_CHECKING:
     from zc.schedule.buffer import Buffer
     from zc.schedule.spec import Op
 
-# Gradients. SUM: of the backwards before. GRADIENT: of this backward; an accumulator has it added to SUM. FLIGHT and
-# ROWS: all ranks' shards, on their way and there. SENT: a partial sum that has left. TOTAL: the mean over ranks is
-# added. LANDED: it is in host memory.
-NOTHING, SUM, GRADIENT, FLIGHT, ROWS = "nothing", "sum", "gradient", "rows in flight", "rows"
+# Gradients. SUM: of the backwards before. GRADIENT: of this backward; an accumulator has it added to SUM. ROWS: all
+# ranks' shards. SENT: a partial sum that has left. TOTAL: the mean over ranks is added. LANDED: it is in host memory.
+NOTHING, SUM, GRADIENT, ROWS = "nothing", "sum", "gradient", "rows"
 SENT, TOTAL, LANDED = "sent sum", "total", "landed total"
-# Of two reductions: the sum of the first, and those of the other hosts or replicas, on their way and there. Where the
-# ranks of a host exchange messages: the rows of these ranks.
-HOST_SUM, SUMS_FLIGHT, SUMS = "sum of some ranks", "sums in flight", "sums"
-HOST_FLIGHT, HOST_ROWS = "rows of a host in flight", "rows of a host"
-# In few bits: a gradient or HOST_SUM, then on its way, then of all ranks. DIFFERENCE: what this rank's masters are
-# ahead of weights that are BEHIND until the DIFFERENCES of all ranks are added.
-ENCODED, ENCODED_FLIGHT, ENCODED_ROWS = "encoded gradient", "encoded rows in flight", "encoded rows"
-DIFFERENCE, DIFFERENCES, BEHIND = "encoded difference", "encoded differences", "weights without their difference"
-# What other ranks read where it lies: offered by this rank, open by all, read here, returned by this rank.
-OFFERED, OPEN, READ, RETURNED = "offered rows", "open rows", "read rows", "returned rows"
-# Weights. RANGE: whole in this rank's range of a host.
+# Of two reductions: the sum of the first, and those of the other hosts or replicas. Where the ranks of a host exchange
+# messages: the rows of these ranks.
+HOST_SUM, SUMS, HOST_ROWS = "sum of some ranks", "sums", "rows of a host"
+# In few bits: a gradient or HOST_SUM, then of all ranks.
+ENCODED, ENCODED_ROWS = "encoded gradient", "encoded rows"
+# Weights.
 OLD, NEW, CAST, GATHERED, PUBLISHED = "old weights", "new weights", "cast weights", "gathered weights", "weights"
-RANGE = "weights of a host range"
 
 AT_ENTRY = {  # all others: NOTHING
     "acc": SUM, "host": SUM, "master": OLD, "flat_param": OLD, "gathered": OLD, "weight": OLD,
@@ -62,8 +55,6 @@ class Row(NamedTuple):
 FACTS: tuple[tuple[str, str, Callable[[Plan], bool]], ...] = (  # true of a plan, otherwise, and what decides it
     ("ring", "partial", lambda plan: plan.placement.shards_gradients),
     ("offload", "device", lambda plan: plan.offload is not None),
-    ("memory", "messages", lambda plan: plan.reads_weights),
-    ("levels", "flat", lambda plan: plan.has_levels),
     ("in_place", "direct", lambda plan: plan.sums_in_place),
     ("twice", "once", lambda plan: plan.reduces_twice),
     ("encoded", "plain", lambda plan: plan.reduce_bits > 0),
@@ -74,10 +65,8 @@ FACTS: tuple[tuple[str, str, Callable[[Plan], bool]], ...] = (  # true of a plan
 )
 
 
-def facts_of(plan: Plan | None) -> frozenset[str]:
-    """The facts of a plan, as ``Row.when`` names them; without a plan, all facts."""
-    if plan is None:
-        return frozenset(fact for *both, _ in FACTS for fact in both)
+def facts_of(plan: Plan) -> frozenset[str]:
+    """The facts of a plan, as ``Row.when`` names them."""
     return frozenset(fact if decides(plan) else otherwise for fact, otherwise, decides in FACTS)
 
 

@@ -21,12 +21,9 @@ from zc.schedule.nodes import op_of
 from zc.schedule.spec import (
     BucketOp,
     Cast,
-    EncodeUpdate,
-    LaunchReduce,
-    ReduceRows,
+    Exchange,
     Role,
     Segment,
-    WaitReduce,
     WgradInto,
 )
 
@@ -51,9 +48,9 @@ CEILINGS = {
 }
 
 
-def ceilings_of(plan: Plan | None) -> Ceilings:
+def ceilings_of(plan: Plan) -> Ceilings:
     """Of the plan's device; a GPU's without a plan."""
-    return CEILINGS.get(plan.buckets[0].device.type if plan is not None and plan.buckets else "cuda", CEILINGS["cuda"])
+    return CEILINGS.get(plan.buckets[0].device.type if plan.buckets else "cuda", CEILINGS["cuda"])
 
 
 def exchange_us(bucket: Bucket, plan: Plan) -> float:
@@ -102,7 +99,7 @@ def segment_us(node: fx.Node, ceilings: Ceilings) -> float:
     return total
 
 
-def estimate(plan: Plan | None) -> Cost:
+def estimate(plan: Plan) -> Cost:
     """Microseconds of any node of a schedule."""
     c = ceilings_of(plan)
 
@@ -110,12 +107,10 @@ def estimate(plan: Plan | None) -> Cost:
         op = op_of(node)
         if isinstance(op, Segment):
             return segment_us(node, c)
-        if isinstance(op, WaitReduce) or not isinstance(op, BucketOp) or op.role is Role.SIGNAL:
+        if not isinstance(op, BucketOp):
             return 0.0
-        if plan is None:
-            return 50.0 if isinstance(op, LaunchReduce | ReduceRows) else 2 * c.us_launch
         bucket = plan.bucket(op.bucket)
-        if isinstance(op, LaunchReduce):
+        if isinstance(op, Exchange):
             is_between_replicas = plan.num_replicas > 1 and (plan.world_size == 1 or op.src.kind == "host_sum")
             return replicas_us(bucket, plan) if is_between_replicas else exchange_us(bucket, plan)
         if isinstance(op, WgradInto):
@@ -128,8 +123,6 @@ def estimate(plan: Plan | None) -> Cost:
         numel = bucket.numel
         if isinstance(op, Cast) and op.spans is not None:
             numel = sum(stop - start for start, stop in op.spans)
-        elif isinstance(op, EncodeUpdate):
-            numel = bucket.layout.numel_shard
         elif op.role is Role.REDUCTION:
             numel = bucket.layout.numel_shard * plan.world_size
         return c.us_launch + 2.0 * numel * bucket.reduce_dtype.itemsize / c.nbytes_memory

@@ -26,7 +26,7 @@ from torch import fx
 from zc.errors import PassError
 from zc.schedule import spec
 from zc.schedule.arguments import read, written
-from zc.schedule.buffer import MAIN, Access, Buffer, carried_by
+from zc.schedule.buffer import MAIN, Access, Buffer
 from zc.schedule.spec import Op
 
 if TYPE_CHECKING:
@@ -136,11 +136,11 @@ def value(node: fx.Node) -> Access:
 
 
 def results(node: fx.Node) -> tuple[fx.Node, ...]:
-    """The values that a node returns: a segment's getitems, a launch's work."""
+    """The values that a node returns: a segment's getitems."""
     op = op_of(node)
-    if op is not None and op.returns == "items":
+    if op is not None and op.returns_items:
         return tuple(user for user in node.users if is_getitem(user))
-    return (node,) if node.op == "placeholder" or (op is not None and op.returns == "value") else ()
+    return (node,) if node.op == "placeholder" else ()
 
 
 def accesses(node: fx.Node) -> tuple[tuple[Access, ...], tuple[Access, ...]]:
@@ -148,8 +148,6 @@ def accesses(node: fx.Node) -> tuple[tuple[Access, ...], tuple[Access, ...]]:
     its results. A parameter as an input is a read of the buffer in which it lies."""
     inputs = tuple(value(n) for n in node.all_input_nodes)
     op = op_of(node)
-    if isinstance(op, spec.Release):
-        return (), inputs
     inputs += tuple(Access(Buffer.named(n.meta["buffer"])) for n in node.all_input_nodes if "buffer" in n.meta)
     returned = tuple(value(n) for n in results(node))
     if op is None:  # a placeholder, the output
@@ -162,35 +160,24 @@ def accesses(node: fx.Node) -> tuple[tuple[Access, ...], tuple[Access, ...]]:
 
 def _accesses_of(op: Op, field: str) -> Iterator[Access]:
     buffer, extents = getattr(op, field), op.extents(field)
+    if buffer is None:  # scratch that this one does without
+        return
     if extents is None:
         yield Access(buffer)
     else:
         yield from (Access(buffer, *extent) for extent in extents)
 
 
-def read_of_peers(op: Op | None, plan: Plan | None) -> Buffer | None:
-    """The buffer of other ranks that a node reads where it lies, and that schedules write; None for all other nodes.
-    Shards of weights (stage 3) are written between passes alone (`zc.engine.shard_reads`)."""
-    if isinstance(op, spec.Gather):
-        return op.buffer if plan is not None and plan.reads_weights else None
-    return op.src if isinstance(op, spec.ReduceRows) else None
-
-
-def shared_buffers(graph: fx.Graph, plan: Plan | None) -> frozenset[Buffer]:
+def shared_buffers(graph: fx.Graph, plan: Plan) -> frozenset[Buffer]:
     """The plan-owned buffers that need a carried event: used on their carrier and on other streams, by this schedule
-    or by others under the plan. Without a plan: by this schedule, or where it names the event already."""
+    or by others under the plan."""
     users: dict[Buffer, set[bool]] = {}
-    named: set[Buffer | None] = set()
-    for node, op in ops(graph):
+    for node, _ in ops(graph):
         for group in accesses(node):
             for buffer in (access.buffer for access in group):
                 if isinstance(buffer, Buffer):
                     users.setdefault(buffer, set()).add(stream_of(node) == buffer.carrier)
-        if isinstance(op, spec.Event):
-            named.add(carried_by(op.event))
-    shared = named - {None} if plan is None else {b for b in users if b.is_shared(plan)}
-    both = {b for b, sides in users.items() if len(sides) == 2}
-    return frozenset(b for b in shared | both if b is not None and b.carrier != MAIN)
+    return frozenset(b for b, sides in users.items() if b.carrier != MAIN and (len(sides) == 2 or b.is_shared(plan)))
 
 
 def summary(graph: fx.Graph) -> dict[str, int]:

@@ -4,9 +4,8 @@ Passes and the proof match on the records. A class also says what is true of all
 stream, which of their buffers they read and write, what they need in these and what they leave there.
 
 A field's name means the same in every kind: ``bucket`` and ``slot`` are numbers in the plan; ``buffer``, ``dst`` and
-``src`` name buffers; ``start`` and ``stop`` are elements of one; ``grad``, ``grads``, ``inputs``, ``values`` and
-``work`` are values that other nodes return. `zc.schedule.arguments` says how a field of each type appears in a node's
-arguments.
+``src`` name buffers; ``start`` and ``stop`` are elements of one; ``grad``, ``grads`` and ``inputs`` are
+values that other nodes return. `zc.schedule.arguments` says how a field of each type appears in a node's arguments.
 
 To add a kind of node, write its record here and its function in the engine's operations.
 """
@@ -21,34 +20,22 @@ from torch import fx
 
 from zc.schedule.buffer import COMM, COMPUTE, COPY, HOST, Buffer
 from zc.schedule.contents import (
-    BEHIND,
     CAST,
-    DIFFERENCE,
-    DIFFERENCES,
     ENCODED,
-    ENCODED_FLIGHT,
     ENCODED_ROWS,
-    FLIGHT,
     GATHERED,
     GRADIENT,
-    HOST_FLIGHT,
     HOST_ROWS,
     HOST_SUM,
     LANDED,
     NEW,
     NOTHING,
-    OFFERED,
     OLD,
-    OPEN,
     PUBLISHED,
-    RANGE,
-    READ,
-    RETURNED,
     ROWS,
     SENT,
     SUM,
     SUMS,
-    SUMS_FLIGHT,
     TOTAL,
     Row,
 )
@@ -63,7 +50,7 @@ EventName = str
 
 
 class Role(enum.Enum):
-    """What a node does. Where ranks do not agree to reduce, the engine leaves out REDUCTION and SIGNAL."""
+    """What a node does. Where ranks do not agree to reduce, the engine leaves out REDUCTION."""
 
     COMPUTE = "compute"
     WRITE = "write"  # a gradient goes into its bucket
@@ -71,7 +58,6 @@ class Role(enum.Enum):
     REDUCTION = "reduction"  # other ranks' gradients come in
     OFFLOAD = "offload"  # copies between device and host memory, and the update there
     WEIGHTS = "weights"  # new weights go to all ranks
-    SIGNAL = "signal"  # between ranks that read each other's memory
     SYNC = "sync"  # between the streams of one rank
 
 
@@ -82,7 +68,7 @@ class Op:
     ``stream``: where they run under a plan with overlap (`zc.passes.place_on_streams`).
     ``reads``, ``writes``: the fields whose buffers they access; every node also reads its inputs and writes its results
     (`zc.schedule.nodes.accesses`).
-    ``returns``: "items", which operator.getitem takes, or one "value".
+    ``returns_items``: whether they return a list, whose items operator.getitem takes; others return nothing.
     ``contents``: what they need in their buffers, and what they leave there. The proof refuses a node that writes a
     buffer of which its kind says nothing here.
     """
@@ -91,7 +77,7 @@ class Op:
     stream: ClassVar[str] = COMPUTE
     reads: ClassVar[tuple[str, ...]] = ()
     writes: ClassVar[tuple[str, ...]] = ()
-    returns: ClassVar[str] = ""
+    returns_items: ClassVar[bool] = False
     contents: ClassVar[tuple[Row, ...]] = ()
 
     def __init_subclass__(cls, **traits: Any) -> None:
@@ -114,7 +100,7 @@ class Op:
 
 
 @dataclass(frozen=True)
-class Segment(Op, role=Role.COMPUTE, returns="items"):
+class Segment(Op, role=Role.COMPUTE, returns_items=True):
     """Compiled pure compute."""
 
     key: str
@@ -170,8 +156,7 @@ class AccumulateCast(Cast, reads=("buffer",)):
 
 @dataclass(frozen=True)
 class WgradInto(BucketOp, role=Role.WRITE, reads=("buffer",), writes=("buffer",)):
-    """Computes one gradient into its slot, the elements [start, stop); in stage 1 adds it. The slots of one bucket may
-    have producers on several streams."""
+    """Computes one gradient into its slot, the elements [start, stop); in stage 1 adds it."""
 
     buffer: Buffer
     slot: int
@@ -221,46 +206,29 @@ class Reduction(Move, role=Role.REDUCTION):
     among: str | None = None
 
 
-class LaunchReduce(Reduction, returns="value"):
-    """Starts the exchange of src into dst, and returns its work. Until its wait_reduce it reads src and writes dst,
-    whatever else runs. Out of a ``host_sum`` it is the second reduction: between hosts, or between replicas."""
+class Exchange(Reduction):
+    """dst <- src of all ranks, by messages. Out of a ``host_sum`` it is the second reduction: between hosts, or between
+    replicas."""
 
     contents = (
         Row("src", "flat_grad", (GRADIENT,), NOTHING, "ring", among=WITHIN_HOST),
         Row("src", "acc staging", (GRADIENT,), SENT, "partial", among=WITHIN_HOST),
-        Row("dst", "recv", (NOTHING,), HOST_FLIGHT, "in_place", among=WITHIN_HOST),
+        Row("dst", "recv", (NOTHING,), HOST_ROWS, "in_place", among=WITHIN_HOST),
         Row("src", "flat_grad", (GRADIENT,), NOTHING, "ring plain direct"),
         Row("src", "acc staging", (GRADIENT,), SENT, "partial plain direct"),
         Row("src", "flat_grad", (HOST_SUM,), NOTHING, "ring plain in_place"),
         Row("src", "acc staging", (HOST_SUM,), SENT, "partial plain in_place"),
         Row("src", "host_sum", (HOST_SUM,), NOTHING, "twice plain"),
         Row("src", "wire", (ENCODED,), NOTHING, "encoded"),
-        Row("dst", "recv", (NOTHING,), FLIGHT, beside="flat_grad acc staging"),
-        Row("dst", "recv", (NOTHING,), SUMS_FLIGHT, "twice", beside="host_sum"),
-        Row("dst", "recv", (NOTHING,), ENCODED_FLIGHT, "encoded", beside="wire"),
-    )
-
-
-@dataclass(frozen=True)
-class WaitReduce(BucketOp, role=Role.REDUCTION, stream=COMM, reads=("src",), writes=("dst",)):
-    """Waits until a launch has completed."""
-
-    work: fx.Node
-    dst: Buffer
-    src: Buffer
-    among: str | None = None
-
-    contents = (
-        Row("dst", "recv", (HOST_FLIGHT,), HOST_ROWS, among=WITHIN_HOST),
-        Row("dst", "recv", (FLIGHT,), ROWS),
-        Row("dst", "recv", (SUMS_FLIGHT,), SUMS),
-        Row("dst", "recv", (ENCODED_FLIGHT,), ENCODED_ROWS, "encoded"),
+        Row("dst", "recv", (NOTHING,), ROWS, beside="flat_grad acc staging"),
+        Row("dst", "recv", (NOTHING,), SUMS, "twice", beside="host_sum"),
+        Row("dst", "recv", (NOTHING,), ENCODED_ROWS, "encoded", beside="wire"),
     )
 
 
 class Quantise(Reduction):
-    """dst <- src in 8 bits, one row per rank that gets a part; then a launch sends dst instead of src. No row crosses
-    hosts twice, and no gradient is encoded twice."""
+    """dst <- src in 8 bits, one row per rank that gets a part; then an exchange sends dst. No row crosses hosts twice,
+    and no gradient is encoded twice."""
 
     contents = (
         Row("src", "flat_grad", (GRADIENT,), NOTHING, "ring once direct"),
@@ -283,7 +251,7 @@ class RowSum(Reduction, reads=("src", "dst")):
 
 class Accumulate(RowSum):
     """acc (+)= mean over ranks of the rows in src; or host_sum <- their sum, which a second reduction takes. Among the
-    ranks of a host: the start of dst, which the launch has sent, <- their sum, which the next launch takes."""
+    ranks of a host: the start of dst, which has been sent, <- their sum, which the next exchange takes."""
 
     contents = (
         Row("src", "recv", (HOST_ROWS,), NOTHING, "in_place", among=WITHIN_HOST),
@@ -311,11 +279,12 @@ class AccumulateQuantised(RowSum):
 
 class ReduceRows(RowSum):
     """The same of the ranks' src, each read where it lies: into acc the mean of this rank's shard; into host_sum the
-    sum over this host's ranks of the range that this rank reduces between hosts or replicas."""
+    sum over this host's ranks of the range that this rank reduces between hosts or replicas. When it returns, the
+    others have read this rank's src as well."""
 
     contents = (
-        Row("src", "flat_grad", (OPEN,), READ, "ring"),
-        Row("src", "acc staging", (OPEN,), SENT, "partial"),
+        Row("src", "flat_grad", (GRADIENT,), NOTHING, "ring"),
+        Row("src", "acc staging", (GRADIENT,), SENT, "partial"),
         Row("dst", "host_sum", (NOTHING,), HOST_SUM, "twice"),
         Row("dst", "acc staging", (SUM,), TOTAL, "ring once"),
         Row("dst", "acc staging", (SENT,), TOTAL, "partial once"),
@@ -393,50 +362,19 @@ class SpreadShards(Move, role=Role.WEIGHTS):
     contents = (Row("src", "staging", (NEW,), NOTHING), Row("dst", "weight", (OLD,), NEW, "sharded"))
 
 
-class GatherNet(Weights):
-    """This rank's range of the bucket's weights <- the shards in it, from the ranks of its number on other hosts."""
+@dataclass(frozen=True)
+class Gather(Weights, writes=("buffer", "via")):
+    """The bucket's weights <- all ranks' shards. With ``via`` they += what all masters are ahead of them, encoded in
+    via: all ranks have the same bits. Like the weights, only the main stream writes masters, before the schedule or
+    after it; so the order of ``buffer`` is theirs, too."""
+
+    via: Buffer | None = None
 
     contents = (
-        Row("buffer", "flat_param", (NEW,), RANGE, "levels offload"),
-        Row("buffer", "flat_param gathered", (OLD,), RANGE, "levels device whole"),
-    )
-
-
-class Gather(Weights):
-    """The bucket's weights <- all ranks' shards; after a `GatherNet` the ranges of this host's ranks."""
-
-    contents = (
-        Row("buffer", "flat_param gathered", (OPEN,), READ, "memory"),
-        Row("buffer", "flat_param", (NEW,), GATHERED, "messages offload flat"),
-        Row("buffer", "flat_param gathered", (OLD,), GATHERED, "messages device whole flat"),
-        Row("buffer", "flat_param gathered", (RANGE,), GATHERED, "messages levels"),
-    )
-
-
-class EncodeUpdate(Move, role=Role.WEIGHTS):
-    """dst <- what this rank's masters are ahead of the weights src, encoded. Like src, only the main stream writes
-    masters, before the schedule or after it; so the order of src is theirs, too."""
-
-    contents = (
-        Row("src", "flat_param gathered", (OLD,), BEHIND, "differs"),
-        Row("dst", "update", (NOTHING,), DIFFERENCE, "differs"),
-    )
-
-
-class ExchangeUpdates(Weights):
-    """The encoded differences of all ranks that share the bucket's weights (of two levels: of the ranks of this number)
-    come together."""
-
-    contents = (Row("buffer", "update", (DIFFERENCE,), DIFFERENCES, "differs"),)
-
-
-class ApplyUpdate(Move, role=Role.WEIGHTS, reads=("src", "dst")):
-    """The weights dst += the differences in src, this rank's own included: all ranks have the same bits."""
-
-    contents = (
-        Row("src", "update", (DIFFERENCES,), NOTHING, "differs"),
-        Row("dst", "flat_param gathered", (BEHIND,), GATHERED, "differs flat"),
-        Row("dst", "flat_param gathered", (BEHIND,), RANGE, "differs levels"),
+        Row("buffer", "flat_param", (NEW,), GATHERED, "offload"),
+        Row("buffer", "flat_param gathered", (OLD,), GATHERED, "device whole"),
+        Row("buffer", "flat_param gathered", (OLD,), GATHERED, "differs", beside="update"),
+        Row("via", "update", (NOTHING,), NOTHING, "differs"),
     )
 
 
@@ -455,7 +393,7 @@ class Publish(Weights, stream=COMPUTE):
 
 
 @dataclass(frozen=True)
-class TakeWeights(Op, role=Role.WEIGHTS, returns="items"):
+class TakeWeights(Op, role=Role.WEIGHTS, returns_items=True):
     """A graph's window: until the next one it reads the parameters at ``places``, (bucket, slot) each, and no others.
     Without places it ends the last window."""
 
@@ -467,44 +405,32 @@ class TakeWeights(Op, role=Role.WEIGHTS, returns="items"):
 
 
 @dataclass(frozen=True)
-class GatherShards(BucketOp, role=Role.WEIGHTS, stream=COMM, reads=("src",), writes=("dst",)):
-    """Bytes [start, stop) of dst <- the bucket's weights, from all ranks' shards src."""
+class GatherWeights(BucketOp, role=Role.WEIGHTS, stream=COMM, reads=("src",), writes=("dst", "via")):
+    """Bytes [start, stop) of dst <- the bucket's weights, from all ranks' shards src. With ``via`` they leave a host
+    encoded: each rank encodes its shard into its row of via, all rows are gathered there, and each rank decodes all of
+    them, its own included. So all ranks read the same values."""
 
     dst: Buffer
     src: Buffer
     start: int
     stop: int
+    via: Buffer | None = None
 
-    contents: ClassVar[tuple[Row, ...]] = (
+    contents = (
         Row("src", "weight", (OLD,), OLD),
         Row("dst", "flat_param", (OLD,), GATHERED),
         Row("dst", "arena", (NOTHING,), NOTHING),  # `zc.passes.residency` knows what its extents hold
+        Row("via", "update", (NOTHING,), NOTHING),
     )
 
     def extents(self, field: str) -> Spans | None:
         return ((self.start, self.stop),) if field == "dst" else None
 
 
-class GatherWeights(GatherShards):
-    """The weights as they are."""
-
-
-@dataclass(frozen=True)
-class GatherEncoded(GatherShards, writes=("dst", "via")):
-    """Weights that leave a host encoded: each rank encodes its shard into its row of via, all rows are gathered there,
-    and each rank decodes all of them, its own included. So all ranks read the same values."""
-
-    via: Buffer
-
-    contents = (*GatherShards.contents, Row("via", "update", (NOTHING,), NOTHING))
-
-
-def gather_node(plan: Plan, bucket: int, dst: Buffer, start: int, stop: int) -> GatherShards:
+def gather_node(plan: Plan, bucket: int, dst: Buffer, start: int, stop: int) -> GatherWeights:
     """The node that gathers the weights of a bucket for a forward or backward."""
-    src = Buffer("weight", bucket)
-    if plan.encodes_weights(plan.bucket(bucket)):
-        return GatherEncoded(bucket, dst, src, start, stop, Buffer("update", 0))
-    return GatherWeights(bucket, dst, src, start, stop)
+    via = Buffer("update", 0) if plan.encodes_weights(plan.bucket(bucket)) else None
+    return GatherWeights(bucket, dst, Buffer("weight", bucket), start, stop, via)
 
 
 @dataclass(frozen=True)
@@ -533,55 +459,6 @@ class FreeWeights(BucketOp, role=Role.WEIGHTS, reads=("buffer",)):
         return ((self.start, self.stop),)
 
 
-# --- between ranks that read each other's memory: each rank runs the same ones, in the same order ---
-
-
-@dataclass(frozen=True)
-class Signal(BucketOp, role=Role.SIGNAL, stream=COMM):
-    """Tells the other ranks, or waits until all of them have told."""
-
-    buffer: Buffer
-
-
-class SignalFull(Signal, reads=("buffer",)):
-    """The others may read the buffer."""
-
-    contents = (
-        Row("buffer", "flat_grad", (GRADIENT,), OFFERED, "ring"),
-        Row("buffer", "acc staging", (GRADIENT,), OFFERED, "partial"),
-        Row("buffer", "flat_param", (NEW,), OFFERED, "offload flat"),
-        Row("buffer", "flat_param gathered", (OLD,), OFFERED, "device whole flat"),
-        Row("buffer", "flat_param gathered", (RANGE,), OFFERED, "levels"),
-    )
-
-
-class AwaitFull(Signal):
-    """The others' buffers may be read."""
-
-    contents = (Row("buffer", "flat_grad acc staging flat_param gathered", (OFFERED,), OPEN),)
-
-
-class SignalFree(Signal):
-    """This rank has read the others' buffers."""
-
-    contents = (
-        Row("buffer", "flat_grad flat_param gathered", (READ,), RETURNED),
-        Row("buffer", "acc staging", (TOTAL,), TOTAL, "partial"),
-        Row("buffer", "acc staging", (SENT,), SENT, "partial twice"),
-    )
-
-
-class AwaitFree(Signal, reads=("buffer",)):
-    """The others have read the buffer; since `SignalFull` nobody may have written it."""
-
-    contents = (
-        Row("buffer", "flat_grad", (RETURNED,), NOTHING),
-        Row("buffer", "acc staging", (TOTAL,), TOTAL, "partial"),
-        Row("buffer", "acc staging", (SENT,), SENT, "partial twice"),
-        Row("buffer", "flat_param gathered", (RETURNED,), GATHERED),
-    )
-
-
 # --- order ---
 
 
@@ -602,13 +479,6 @@ class RecordEvent(Event):
 
 class WaitEvent(Event):
     """As torch.Stream.wait_event: for the latest record issued before."""
-
-
-@dataclass(frozen=True)
-class Release(Sync):
-    """Frees the values' storage, on the stream that allocated it."""
-
-    values: Operands
 
 
 AnyOp = TypeVar("AnyOp", bound=Op)

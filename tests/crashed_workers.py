@@ -1,0 +1,39 @@
+"""xdist hands out files so that a worker that ends costs one test. Its own scheduler (3.8) gives the test that ended a
+worker to the next one, which ends as well, and then waits for ever: a new worker has one test left, runs a test only
+once it knows what follows, and is told neither more nor the end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """None: xdist's own."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class Files(LoadFileScheduling):
+        """Relies on the two private names below, of xdist 3.8."""
+
+        def remove_node(self, node: Any) -> str | None:
+            """A worker has ended. What it was running is not run again."""
+            units = self.assigned_work[node]
+            running = next((test for unit in units.values() for test, is_done in unit.items() if not is_done), None)
+            for scope, unit in list(units.items()):
+                if running in unit:
+                    unit[running] = True
+                if all(unit.values()):
+                    del units[scope]
+            super().remove_node(node)
+            return running
+
+        def _reschedule(self, node: Any) -> None:
+            super()._reschedule(node)
+            while not node.shutting_down and self._pending_of(self.assigned_work[node]) < 2:
+                super()._reschedule(node)  # another file, or the end
+
+    return Files(config, log)

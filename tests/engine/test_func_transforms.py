@@ -1,0 +1,85 @@
+"""Stage 3: torch.func through the model gives what it gives through a plain one, and training goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+import zc
+
+X = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
+Loss = Callable[[nn.Module], Tensor]
+
+
+def tangent(model: nn.Module) -> Tensor:
+    out, along = torch.func.jvp(lambda x: model(x), (X,), (torch.ones_like(X),))
+    return out.pow(2).sum() + along.sum()
+
+
+def grads_of_samples(model: nn.Module) -> Tensor:
+    of_one = torch.func.grad(lambda x: model(x[None]).pow(2).sum())
+    return torch.func.vmap(of_one)(X).pow(2).sum()  # a penalty of the gradient by the input
+
+
+LOSSES: dict[str, Loss] = {
+    "jvp": tangent,
+    "vmap of grad": grads_of_samples,
+    "grad": lambda model: torch.func.grad(lambda x: model(x).pow(2).sum())(X).pow(2).sum(),
+    "jacrev": lambda model: torch.func.jacrev(lambda x: model(x))(X).pow(2).sum(),
+    "vmap": lambda model: torch.func.vmap(lambda x: model(x))(X).pow(2).sum(),
+}
+
+
+def make() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+
+
+def trained(loss: Loss, dtype: torch.dtype, backend: str | None = None) -> list[Tensor]:
+    """Losses and weights; some of the steps are plain ones, which Dynamo compiles."""
+    model = make().to(dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    if backend is not None:
+        zc.compile(model, optimizer, stage=3, backend=backend, bucket_nbytes=64)
+    seen = []
+    for step in range(4):
+        value = model(X.to(dtype)).pow(2).mean() if step == 1 else loss(model)
+        seen.append(value.detach().double())
+        value.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    state = model.state_dict() if backend is None else zc.full_state_dict(model)
+    return seen + [value.double() for value in state.values()]
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_transform_through_the_model(name: str, backend: str) -> None:
+    wanted = trained(LOSSES[name], torch.float32)
+    for value, other in zip(trained(LOSSES[name], torch.float32, backend), wanted, strict=True):
+        torch.testing.assert_close(value, other, rtol=2e-5, atol=1e-6)
+
+
+def test_forward_mode_through_compiled_code_names_the_backend_that_has_it() -> None:
+    def dual(model: nn.Module) -> Tensor:
+        with forward_ad.dual_level():
+            along = forward_ad.unpack_dual(model(forward_ad.make_dual(X, torch.ones_like(X)))).tangent
+        assert along is not None
+        return along.sum()
+
+    for stage in (2, 3):
+        model = make()
+        zc.compile(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=stage, backend="aot_eager")
+        with pytest.raises(zc.ZcError, match=r'forward_ad through this model.*backend="eager"'):
+            dual(model)
+        model(X).sum().backward()  # the model is as it was
+        zc.close(model)
+    model = make()
+    wanted = dual(model)
+    zc.compile(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=3, backend="eager")
+    assert dual(model).equal(wanted)
+    zc.close(model)

@@ -1,0 +1,83 @@
+"""The optimizer as the methods of its own class see it on this rank: a second object, whose groups have slices.
+
+The caller's object keeps the model's parameters in its groups, as under DDP, and finds state under them. The methods of
+its class run on a second object with the same ``__dict__``, so they read and write the caller's attributes; but the
+second object has ``param_groups`` and ``state`` of its own. Nothing has to be restored if a method raises.
+
+A class that stacks the gradients of a group fails on an empty group. If a trial shows this
+(`zc.optim.trials.takes_empty_groups`), ``step`` sees only the groups of which this rank owns something.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from types import MethodType
+from typing import Any
+
+from torch.optim import Optimizer
+
+from zc import torch_private
+
+# methods that zc replaces on the caller's object (zc/optim/methods.py), beside those of its class alone
+REPLACED = ("step", "zero_grad", "add_param_group", "state_dict", "load_state_dict")
+
+
+class _OfClass:
+    """A method of the class, where the shared ``__dict__`` has zc's in its place. It is a data descriptor, so it takes
+    precedence over the ``__dict__``."""
+
+    hooked = True  # for torch, which would wrap a step without it
+
+    def __init__(self, name: str, function: Any) -> None:
+        self._name, self._function = name, function
+
+    def __get__(self, owner: Any, cls: Any = None) -> Any:
+        return self if owner is None else MethodType(self._function, owner)
+
+    def __set__(self, owner: Any, value: Any) -> None:
+        vars(owner)[self._name] = value
+
+
+def _set_state(self: Any, state: dict[str, Any]) -> None:
+    """``__setstate__``, by which torch's load_state_dict brings groups and state: they are the second object's."""
+    outside = {key: vars(self)[key] for key in ("param_groups", "state") if key in vars(self)}
+    for key in ("param_groups", "state"):
+        if key in state:
+            setattr(self, key, state[key])
+    super(type(self), self).__setstate__(state)
+    vars(self).update(outside)
+
+
+def second_object(optimizer: Optimizer, others: Iterable[str] = ()) -> Any:
+    """A second object with the ``__dict__`` of ``optimizer``, and with groups, state and step hooks of its own, all
+    empty. ``others``: methods that zc may replace on the caller's object, beside `REPLACED`."""
+    cls, own = type(optimizer), ("param_groups", "state", *torch_private.STEP_HOOKS)
+    body = {
+        "__slots__": own,  # slots take precedence over the ``__dict__``
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "__setstate__": _set_state,
+        **{name: _OfClass(name, getattr(cls, name)) for name in (*REPLACED, *others)},
+    }
+    own_class: Any = type(cls)(cls.__name__, (cls,), body)  # type: ignore[misc]  # its metaclass
+    second: Any = object.__new__(own_class)
+    second.__dict__ = optimizer.__dict__
+    second.param_groups, second.state = [], {}
+    for name in torch_private.STEP_HOOKS:
+        setattr(second, name, OrderedDict())
+    return second
+
+
+def class_of(optimizer: Optimizer) -> type[Optimizer]:
+    """The caller's class, also of a second object."""
+    cls = type(optimizer)
+    return cls.__bases__[0] if vars(cls).get("__setstate__") is _set_state else cls
+
+
+def take_options(local: Any, optimizer: Optimizer) -> None:
+    """Gives the caller's groups the options that a method of the class has set in the groups of ``local``."""
+    for own, group in zip(local.param_groups, optimizer.param_groups, strict=False):
+        for key, value in own.items():
+            if key != "params" and (key not in group or group[key] is not value):
+                group[key] = value
