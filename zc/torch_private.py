@@ -186,10 +186,12 @@ def own_storage(part: torch.Tensor) -> torch.Tensor:
 
     Relies on ``from_dlpack`` making a new storage, whose deleter holds ``part``, so the memory lives as long as either
     (the standard's ownership; 2.11 to 2.15). ``Tensor.__dlpack__`` refuses a tensor of a CUDA device that is not the
-    current one. The tensor is passed as bytes, because DLPack lacks some dtypes.
+    current one, and one of a device that a package adds to torch: ``to_dlpack`` takes all. The tensor is passed as
+    bytes, because DLPack lacks some dtypes.
     """
-    with torch.cuda.device_of(part):  # type: ignore[no-untyped-call]
-        content: torch.Tensor = torch.utils.dlpack.from_dlpack(part.detach().view(torch.uint8))
+    with torch.accelerator.device_index(None if part.device.type == "cpu" else part.device.index):
+        capsule = torch.utils.dlpack.to_dlpack(part.detach().view(torch.uint8))  # type: ignore[attr-defined]
+        content: torch.Tensor = torch.utils.dlpack.from_dlpack(capsule)
     return content.view(part.dtype)
 
 
@@ -327,9 +329,10 @@ def new_group(
     return group
 
 
-def cut(group: torch.distributed.ProcessGroup) -> None:
+def cut(group: torch.distributed.ProcessGroup) -> bool:
     """Ends, with an error, every wait of this process in ``group``, if its backend for host memory is gloo. The group
-    can't be used any more. Waits for some milliseconds itself.
+    can't be used any more. Waits for some milliseconds itself. Returns whether all of the group is gloo's, so that its
+    end waits for nothing.
 
     gloo's works have no abort, and ``ProcessGroup.abort`` does nothing there. Relies on gloo, which closes the
     connections of a group in which a receive has timed out (``UnboundBuffer::waitRecv`` of its TCP transport), and on
@@ -340,14 +343,15 @@ def cut(group: torch.distributed.ProcessGroup) -> None:
     try:
         backend: Any = group._get_backend(torch.device("cpu"))
     except RuntimeError:  # it has none
-        return
+        return False
     if backend.name() != "gloo" or os.environ.get("TORCH_GLOO_LAZY_INIT") == "1":
-        return
+        return False
     for peer in range(group.size()):
         if peer != group.rank():
             # RuntimeError: the time is over, and that cuts; or the connection to this rank is closed already
             with contextlib.suppress(RuntimeError):
                 group.recv([torch.empty(1, dtype=torch.uint8)], peer, _CUT_TAG).wait(timedelta(milliseconds=1))
+    return all(group._get_backend(device).name() == "gloo" for device in group._device_types)
 
 
 def timeout_of(group: torch.distributed.ProcessGroup, device_type: str) -> timedelta | None:
@@ -746,6 +750,17 @@ def num_forward_outputs() -> int | None:
     return None if metadata is None else int(metadata.num_forward)
 
 
+def returned_inputs() -> list[int]:
+    """Positions among the inputs of a backend's graph of which it returns views, inside an inner compiler. AOTAutograd
+    makes these views anew of what the graph is called with.
+
+    Relies on ``TracingContext.fw_metadata.output_info[i]``: ``output_type.name`` and ``base_idx`` (2.11 to 2.15).
+    """
+    metadata = forward_metadata()
+    outputs = [] if metadata is None else metadata.output_info
+    return sorted({info.base_idx for info in outputs if info.output_type.name in ("alias_of_input", "is_input")})
+
+
 @contextlib.contextmanager
 def apart_from_the_whole(donated: Sequence[int]) -> Iterator[None]:
     """Inductor reads from the tracing context which inputs it may overwrite, by position in the *whole* backward. For a
@@ -888,14 +903,14 @@ def compile_graph(
     inner_compile: Callable[..., Any],
     options: Mapping[str, Any] | None = None,
     *,
-    is_cached: bool = False,
+    kept_as: str | None = None,
 ) -> Any:
     """Inductor's backend with ``inner_compile`` in place of the compiler of the forward's and the backward's graph, and
     with ``options`` set in Inductor's configuration meanwhile. The backward is compiled along with its forward.
 
     The AOTAutograd cache's key ignores inner_compile: an entry of a plain run would replace our schedule. So that cache
-    is off, or with ``is_cached`` has our tag in its keys, and ``inner_compile`` returns an `output_code_class`. Where
-    the program has turned the cache off, it stays off. The FX graph cache below it stays on.
+    is off, or with ``kept_as`` has our tag and this word in its keys, and ``inner_compile`` returns an
+    `output_code_class`. Where the program has turned the cache off, it stays off. The FX graph cache below it stays on.
 
     Relies on ``torch.compiler.config.cache_key_tag`` being part of the key, on ``bundled_autograd_cache`` keeping what
     inner compilers return, and on ``force_non_lazy_backward_lowering``: AOTAutograd writes an entry once it has both
@@ -904,13 +919,13 @@ def compile_graph(
     from torch._functorch import config as functorch_config
     from torch._inductor.compile_fx import compile_fx
 
-    is_cached = is_cached and functorch_config.enable_autograd_cache
+    is_cached = kept_as is not None and functorch_config.enable_autograd_cache
     settings = functorch_config.patch(
         enable_autograd_cache=is_cached, bundled_autograd_cache=is_cached, force_non_lazy_backward_lowering=True
     )
     shared: Any = torch.compiler.config
     tag = shared.cache_key_tag
-    with settings, shared.patch(cache_key_tag=_TAG + tag if is_cached else tag):
+    with settings, shared.patch(cache_key_tag=f"{_TAG} {kept_as}:{tag}" if is_cached else tag):
         return compile_fx(gm, list(inputs), inner_compile=inner_compile, config_patches=dict(options or {}))
 
 
@@ -1052,7 +1067,9 @@ def compile_inner(
     # what `compile_graph` sets for AOTAutograd's cache is not for Inductor's own
     apart = functorch_config.patch(bundled_autograd_cache=False)
     shared: Any = torch.compiler.config
-    tag = shared.cache_key_tag.removeprefix(_TAG)
+    tag = shared.cache_key_tag
+    if tag.startswith(_TAG):
+        tag = tag.partition(":")[2]
     with config.patch(dict(options or {})), apart, shared.patch(cache_key_tag=tag):
         return compile_fx_inner(gm, example_inputs, **kwargs)
 
@@ -1109,6 +1126,23 @@ def unscale_(grads: list[torch.Tensor], found_inf: torch.Tensor, inverse: torch.
     """Gradients times ``inverse``; ``found_inf`` becomes 1 where one is infinite or NaN. (GradScaler's own call, since
     1.6.)"""
     torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inverse)
+
+
+def let_unscale_fp16(is_ours: Callable[[torch.optim.Optimizer], bool]) -> None:
+    """GradScaler.unscale_ takes optimizers of ours with fp16 parameters: their gradients are fp32 in the accumulators.
+    It refuses fp16 gradients of other optimizers, as before. The first call of a process counts.
+
+    Relies on ``GradScaler._unscale_grads_(optimizer, inverse, found_inf, allow_fp16)`` (2.11 to 2.15).
+    """
+    scaler: Any = torch.amp.GradScaler
+    plain = scaler._unscale_grads_
+    if plain.__module__ == __name__:
+        return
+
+    def unscale(self: Any, optimizer: Any, inverse: Any, found_inf: Any, allow_fp16: bool) -> Any:
+        return plain(self, optimizer, inverse, found_inf, allow_fp16 or is_ours(optimizer))
+
+    scaler._unscale_grads_ = unscale
 
 
 def is_profiling() -> bool:

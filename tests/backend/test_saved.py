@@ -30,14 +30,33 @@ class Net(nn.Module):
 
 
 class Table(nn.Module):
-    """max_norm scales rows of the weight down in the forward, in place."""
+    """max_norm scales rows of the weight down in the forward, in place. A frozen layer is there for shard_frozen."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.table = nn.Embedding(16, 16, max_norm=1.0)
+        self.table, self.frozen = nn.Embedding(16, 16, max_norm=1.0), nn.Linear(16, 16).requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.table(x.argmax(1)).square().mean()
+        return self.frozen(self.table(x.argmax(1))).square().mean()
+
+
+class Convolutions(nn.Module):
+    """Inductor runs them channels_last, and so do the activations lie that its forward saves. A schedule's do not. The
+    buffer that the second one writes lets overlap_gather have no schedule."""
+
+    def __init__(self, is_written: bool = False) -> None:
+        super().__init__()
+        self.first, self.last = (nn.Conv2d(width, 32, 3, padding=1) for width in (16, 32))
+        self.norm = nn.BatchNorm2d(32) if is_written else nn.GroupNorm(2, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x[:, :, None, None] * torch.linspace(0, 1, 64, dtype=x.dtype).view(8, 8)
+        return torch.tanh(self.norm(self.last(torch.tanh(self.first(x))))).square().mean()
+
+
+class NormedConvolutions(Convolutions):
+    def __init__(self) -> None:
+        super().__init__(is_written=True)
 
 
 @pytest.fixture(autouse=True)
@@ -112,8 +131,22 @@ def test_inductor_compiles_nothing_in_a_second_run(options: dict[str, Any]) -> N
     assert all(map(torch.equal, got, wanted))
 
 
+@pytest.mark.parametrize("make", [Convolutions, NormedConvolutions])
+def test_a_backward_is_kept_for_forwards_that_save_the_same_strides(make: type[nn.Module]) -> None:
+    wanted, _ = run(make=make)
+    stages: list[dict[str, Any]] = [{"stage": 2}, {"stage": 3}, {"stage": 2, "overlap_gather": True}]
+    for options in stages:
+        got, counted = run(make=make, **options)
+        assert counted == (0, 1)
+        close(got, wanted)
+    for options in stages:
+        got, counted = run(make=make, **options)
+        assert counted == (1, 0)
+        close(got, wanted)
+
+
 def test_a_kept_graph_that_writes_a_sharded_weight_is_refused() -> None:
-    _, counted = run(make=Table, stage=2, fullgraph=True)
+    _, counted = run(make=Table, stage=2, shard_frozen=True, fullgraph=True)
     assert counted == (0, 1)
     with pytest.raises(zc.ZcError, match=r"the forward writes parameter table\.weight in place"):
         run(make=Table, stage=3, fullgraph=True)

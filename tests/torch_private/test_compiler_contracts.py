@@ -358,7 +358,7 @@ def test_graphs_out_of_the_cache_go_through_the_hook_again(tmp_path: Path, monke
     def backend(gm: fx.GraphModule, inputs: list[Any]) -> Any:
         with cached(hook) as kept:
             compiler = backends._inner_compiler(kept)
-            return torch_private.compile_graph(gm, inputs, compiler, is_cached=True)
+            return torch_private.compile_graph(gm, inputs, compiler, kept_as="whole")
 
     def plain(gm: fx.GraphModule, inputs: list[Any]) -> Any:
         settings = {"bundled_autograd_cache": True, "force_non_lazy_backward_lowering": True}

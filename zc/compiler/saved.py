@@ -2,7 +2,8 @@
 
 A later process whose Dynamo graph has the same key gets that graph back, and zc's hook compiles it as if it had just
 been traced: under the plan of this run, with a schedule that is proved anew, and segments out of Inductor's own cache.
-So an entry depends on no choice of zc's, and no stale schedule can run.
+So no stale schedule can run. An entry depends on one choice of zc's, which is part of the key: whether the forward is a
+schedule. The backward is traced with the strides of what the forward saves, and these differ.
 """
 
 from __future__ import annotations
