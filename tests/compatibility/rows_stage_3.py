@@ -11,6 +11,7 @@ _ERRORS = {
     _BYTES: (
         "torch.func.functional_call with other values (a look ahead)",
         "param.data = other after zc.compile",
+        "param.data = other of another shape after zc.compile",
         "fp16 overflow in one element of one rank: no rank steps",
         "bf16 parameters changed by hand between steps",
         "param.data.clamp_ after each step (WGAN)",
