@@ -15,6 +15,7 @@ import rows_absent_reads
 import rows_backward
 import rows_checkpointing
 import rows_clearing
+import rows_compiled_loops
 import rows_conv
 import rows_dropped_gradients
 import rows_grad_values
@@ -50,7 +51,7 @@ TABLE = (
     rows_tasks, rows_updates, rows_clearing, rows_backward, rows_structure, rows_several_models, rows_conv,
     rows_params, rows_absent_reads, rows_unfreezing, rows_precision, rows_checkpointing, rows_param_grad,
     rows_grad_values, rows_optimizers, rows_optimizer_params, rows_dropped_gradients, rows_unequal_ranks, rows_overlap,
-    rows_several, rows_unforeseen, rows_shard_frozen, rows_stage_3_writes,
+    rows_several, rows_unforeseen, rows_shard_frozen, rows_stage_3_writes, rows_compiled_loops,
 )  # fmt: skip
 
 
