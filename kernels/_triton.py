@@ -49,10 +49,11 @@ def why_reference() -> str | None:
 
 def note_of(device: torch.device) -> str | None:
     """A note for users of ``device`` where its kernels are slower than need be: why, and what to install."""
+    reference = f"every kernel runs as its torch reference on {device}, slower"
+    if device.type not in ("cpu", "cuda"):
+        return f"{reference}: zc launches its Triton kernels on CUDA and ROCm alone"
     why = why_reference() if device.type == "cuda" else None
-    if why is None:
-        return None
-    return f"every kernel runs as its torch reference on {device}, slower: {why} (pip install 'zero-compile[triton]')"
+    return None if why is None else f"{reference}: {why} (pip install 'zero-compile[triton]')"
 
 
 def use_triton(tensor: Tensor) -> bool:

@@ -17,7 +17,8 @@ backward, so the graph returns it::
 A window gets one more bucket as long as its bytes leave room for the next window's under `Plan.weight_cap`. So a block
 whose buckets fit is one window and one segment. All weights that one module reads come in one window if they fit: ranks
 that exchange messages gather in one order, and may run different graphs (an addmm of one row is a product and a sum).
-Values made of parameters alone (views, casts) are made anew in each window that reads them. A view of a weight that
+Values made of parameters alone (views, casts) are made anew in each window that reads them, unless they are much
+smaller (norms). A view of a weight that
 leaves its window, as an output or a gradient, is copied. The pass leaves alone a graph that reads no parameter.
 
 The idea of gathering each weight before its use and freeing it after: ZeRO-3 (arXiv:1910.02054, section 5.3) and
@@ -41,6 +42,7 @@ from zc.schedule.nodes import is_schedule_node, put
 from zc.schedule.spec import TakeWeights
 
 Place = tuple[int, int]  # bucket, slot
+REDUCED = 8  # times fewer elements than the parameters that a value is made of: it is made once, and kept
 
 
 def run(graph: fx.Graph, plan: Plan) -> fx.Graph:
@@ -68,11 +70,20 @@ class _Reads:
                 raise PassError(f"{node.name} of a compiled graph writes to a parameter: stage 3 has no bytes of it")
             is_made_of_params = all(n in self.of_params or _is_size(n) for n in node.all_input_nodes)
             # made anew in each window, a dropped weight would have two masks
-            is_kept = is_schedule_node(node) or node in returned or is_random(node)
+            is_kept = is_schedule_node(node) or node in returned or is_random(node) or _is_reduced(node, sources)
             if is_made_of_params and not is_kept:
                 self.of_params[node] = tuple(dict.fromkeys(sources))
             else:
                 self.by_node[node] = [source.meta["weight"] for source in dict.fromkeys(sources)]
+
+
+def _is_reduced(node: fx.Node, sources: Sequence[fx.Node]) -> bool:
+    """Whether it is much smaller than the parameters that it is made of, and no view: a norm, a penalty's sum. What
+    reads those of many weights would otherwise need all of these weights in its window."""
+    value, storages = node.meta.get("val"), {source.meta.get("storage") for source in sources}
+    if not isinstance(value, torch.Tensor) or node.meta.get("storage") in storages - {None}:
+        return False
+    return bool(REDUCED * value.numel() <= sum(source.meta["val"].numel() for source in dict.fromkeys(sources)))
 
 
 def _is_size(node: fx.Node) -> bool:

@@ -39,7 +39,7 @@ from zc.planning.blocks import find_singles, matrices_around
 from zc.prepare import Request, fingerprint, notes_of, resolve
 from zc.ranks.group import Group
 from zc.ranks.mesh import ranks_of
-from zc.registry import COMPILED, sharded
+from zc.registry import COMPILED, is_ours, sharded
 
 
 def compile(  # noqa: A001  (the name users know from torch.compile)
@@ -165,6 +165,7 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
             if unset_params:
                 check_shards_fit(request.plan)
             stock_state.install()  # of a library that all models share: before anything of this model changes
+            torch_private.let_unscale_fp16(is_ours)
         ranks.same_everywhere(
             "the model or an option",
             fingerprint(model, request.config, request.assignment),

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from zc import torch_private
 from zc.config import DTYPES
+from zc.devices import has_streams
 from zc.errors import PlanError, some
 
 _WRAPPERS = {
@@ -129,6 +130,11 @@ def _check_devices(params: dict[str, nn.Parameter]) -> None:
             raise PlanError(
                 f"parameters are on several devices: {first} on {device}, {name} on {param.device}: move all to one"
             )
+    if device.type != "cpu" and not has_streams(device):
+        raise PlanError(
+            f"parameters are on {device}, and torch has no streams of {device.type} that run beside each other: train "
+            "on a CPU, or on a device that torch.accelerator lists and whose streams and process group it has"
+        )
 
 
 def _check_storages(params: dict[str, nn.Parameter]) -> None:

@@ -65,8 +65,8 @@ def place(
 
 def _device(device: torch.device | str) -> torch.device:
     where = torch.device(device)
-    if where.type == "cuda" and where.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
+    if where.type not in ("cpu", "meta") and where.index is None:
+        return torch.device(where.type, torch.accelerator.current_device_index())
     return where
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from zc.config import Config
+from zc.devices import free_nbytes
 from zc.errors import PlanError
 from zc.machine import available_nbytes, ranks_on_this_host
 from zc.optim.assignment import Assignment
@@ -107,10 +108,10 @@ def check_shards_fit(plan: Plan) -> None:
     counted = ("weight", "frozen", "master_shard", "arena")
     needed: dict[str, int] = {kind: kinds[kind] for kind in counted if kind in kinds}
     advice = "use more ranks, a smaller bucket_nbytes or weight_nbytes, or offload='cpu'"
-    if device.type == "cuda":
-        check_room("stage=3", needed, 1, torch.cuda.mem_get_info(device)[0], advice)
-    elif device.type == "cpu":
+    if device.type == "cpu":
         check_room("stage=3", needed, ranks_on_this_host(plan.world_size), available_nbytes(), advice)
+    else:
+        check_room("stage=3", needed, 1, free_nbytes(device), advice)
 
 
 def check_host(plan: Plan, assignment: Assignment) -> None:

@@ -12,6 +12,7 @@ from torch import nn
 from zc import kernels
 from zc.checks import check_model, check_module, check_optimizers, owners_of, shardable
 from zc.config import Config
+from zc.devices import is_cuda
 from zc.engine import param_grads
 from zc.errors import PlanError
 from zc.machine import note_of_connections
@@ -97,7 +98,7 @@ def notes_of(request: Request, ranks: Group) -> list[str]:
         )
     if not request.config.verify:
         notes.append("verify=False: schedules run without their proof")
-    if device.type == "cuda" and plan.overlap and ranks.world_size > 1:
+    if is_cuda(device) and plan.overlap and ranks.world_size > 1:
         notes.append(note_of_connections())
     return [note for note in notes if note is not None]
 

@@ -6,8 +6,10 @@ import weakref
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from zc.errors import PlanError
+from zc.optim.assignment import innermost
 
 if TYPE_CHECKING:
     from zc.optim.model import ShardedModel
@@ -23,6 +25,12 @@ def sharded(model: nn.Module) -> ShardedModel:
     if sharded_model is None:
         raise PlanError(f"this {type(model).__name__} was not compiled: call zc.compile(model, optimizer) first")
     return sharded_model
+
+
+def is_ours(optimizer: Optimizer) -> bool:
+    """Whether a compiled model has this optimizer, or the one that it wraps."""
+    inside = innermost(optimizer)
+    return any(one.optimizer is inside for each in COMPILED.values() for one in each.optimizers)
 
 
 def persistent_nbytes(model: nn.Module) -> dict[str, int]:

@@ -186,10 +186,12 @@ def own_storage(part: torch.Tensor) -> torch.Tensor:
 
     Relies on ``from_dlpack`` making a new storage, whose deleter holds ``part``, so the memory lives as long as either
     (the standard's ownership; 2.11 to 2.15). ``Tensor.__dlpack__`` refuses a tensor of a CUDA device that is not the
-    current one. The tensor is passed as bytes, because DLPack lacks some dtypes.
+    current one, and one of a device that a package adds to torch: ``to_dlpack`` takes all. The tensor is passed as
+    bytes, because DLPack lacks some dtypes.
     """
-    with torch.cuda.device_of(part):  # type: ignore[no-untyped-call]
-        content: torch.Tensor = torch.utils.dlpack.from_dlpack(part.detach().view(torch.uint8))
+    with torch.accelerator.device_index(None if part.device.type == "cpu" else part.device.index):
+        capsule = torch.utils.dlpack.to_dlpack(part.detach().view(torch.uint8))  # type: ignore[attr-defined]
+        content: torch.Tensor = torch.utils.dlpack.from_dlpack(capsule)
     return content.view(part.dtype)
 
 
@@ -327,9 +329,10 @@ def new_group(
     return group
 
 
-def cut(group: torch.distributed.ProcessGroup) -> None:
+def cut(group: torch.distributed.ProcessGroup) -> bool:
     """Ends, with an error, every wait of this process in ``group``, if its backend for host memory is gloo. The group
-    can't be used any more. Waits for some milliseconds itself.
+    can't be used any more. Waits for some milliseconds itself. Returns whether all of the group is gloo's, so that its
+    end waits for nothing.
 
     gloo's works have no abort, and ``ProcessGroup.abort`` does nothing there. Relies on gloo, which closes the
     connections of a group in which a receive has timed out (``UnboundBuffer::waitRecv`` of its TCP transport), and on
@@ -340,14 +343,15 @@ def cut(group: torch.distributed.ProcessGroup) -> None:
     try:
         backend: Any = group._get_backend(torch.device("cpu"))
     except RuntimeError:  # it has none
-        return
+        return False
     if backend.name() != "gloo" or os.environ.get("TORCH_GLOO_LAZY_INIT") == "1":
-        return
+        return False
     for peer in range(group.size()):
         if peer != group.rank():
             # RuntimeError: the time is over, and that cuts; or the connection to this rank is closed already
             with contextlib.suppress(RuntimeError):
                 group.recv([torch.empty(1, dtype=torch.uint8)], peer, _CUT_TAG).wait(timedelta(milliseconds=1))
+    return all(group._get_backend(device).name() == "gloo" for device in group._device_types)
 
 
 def timeout_of(group: torch.distributed.ProcessGroup, device_type: str) -> timedelta | None:
@@ -709,6 +713,17 @@ def written_inputs() -> list[int]:
     metadata = forward_metadata()
     inputs = [] if metadata is None else enumerate(metadata.input_info)
     return [k for k, info in inputs if info.mutates_data or info.mutates_storage_metadata]
+
+
+def returned_inputs() -> list[int]:
+    """Positions among the inputs of a backend's graph of which it returns views, inside an inner compiler. AOTAutograd
+    makes these views anew of what the graph is called with.
+
+    Relies on ``TracingContext.fw_metadata.output_info[i]``: ``output_type.name`` and ``base_idx`` (2.11 to 2.15).
+    """
+    metadata = forward_metadata()
+    outputs = [] if metadata is None else metadata.output_info
+    return sorted({info.base_idx for info in outputs if info.output_type.name in ("alias_of_input", "is_input")})
 
 
 @contextlib.contextmanager
@@ -1076,6 +1091,23 @@ def unscale_(grads: list[torch.Tensor], found_inf: torch.Tensor, inverse: torch.
     """Gradients times ``inverse``; ``found_inf`` becomes 1 where one is infinite or NaN. (GradScaler's own call, since
     1.6.)"""
     torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inverse)
+
+
+def let_unscale_fp16(is_ours: Callable[[torch.optim.Optimizer], bool]) -> None:
+    """GradScaler.unscale_ takes optimizers of ours with fp16 parameters: their gradients are fp32 in the accumulators.
+    It refuses fp16 gradients of other optimizers, as before. The first call of a process counts.
+
+    Relies on ``GradScaler._unscale_grads_(optimizer, inverse, found_inf, allow_fp16)`` (2.11 to 2.15).
+    """
+    scaler: Any = torch.amp.GradScaler
+    plain = scaler._unscale_grads_
+    if plain.__module__ == __name__:
+        return
+
+    def unscale(self: Any, optimizer: Any, inverse: Any, found_inf: Any, allow_fp16: bool) -> Any:
+        return plain(self, optimizer, inverse, found_inf, allow_fp16 or is_ours(optimizer))
+
+    scaler._unscale_grads_ = unscale
 
 
 def is_profiling() -> bool:

@@ -586,8 +586,11 @@ def put_back(s: Script) -> None:
                 p.data = old
 
 
-@row(6, "a learning rate for each layer, and a layer taken out of the optimizer by hand",
-     optimizer=lambda params: SGD([{"params": [p], "lr": 0.1 / (k + 1)} for k, p in enumerate(params)]))  # fmt: skip
+def _layers(params: Any) -> Optimizer:
+    return SGD([{"params": [p], "lr": 0.1 / (k + 1)} for k, p in enumerate(params)], lr=0.1)
+
+
+@row(6, "a learning rate for each layer, and a layer taken out of the optimizer by hand", optimizer=_layers)
 def layers_taken_out(s: Script) -> None:
     for step in range(STEPS):
         if step == 2:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from models import GPT, SEQ, VOCAB, Heads, WithUnused, batch_norm, frozen, mlp, seeded
-from rows import STEPS, Script, plain, row, sgd
+from rows import STEPS, Row, Script, add, plain, row, sgd
 from torch import Tensor, nn
 
 
@@ -153,6 +153,22 @@ class Renormed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.embed(x))
+
+
+class Holes(nn.Module):
+    """Parameters that are a part of a larger tensor's memory: every second column, or row of the transpose."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.columns = nn.Parameter(0.1 * torch.randn(16, 32)[:, ::2])
+        self.turned = nn.Parameter(0.1 * torch.randn(16, 32).t()[::2])
+        self.vector = nn.Parameter(torch.randn(32)[::2])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.columns + (x * self.vector) @ self.turned
+
+
+add(Row("parameters with holes in their memory", 4, plain, Holes))
 
 
 @row(4, "an embedding with max_norm, the same tokens on all ranks", make=lambda: Renormed(max_norm=2.0))

@@ -29,8 +29,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import zc
+from zc.engine import device_streams
 from zc.engine.binding import Operations
-from zc.engine.cuda_streams import CudaStreams
+from zc.engine.device_streams import DeviceStreams
 from zc.engine.host_memory import HostMemory
 from zc.ranks.exchanges import Exchanges
 from zc.ranks.group import Group
@@ -41,7 +42,7 @@ Lists = dict[str, list[str]]  # communicator -> its collectives
 
 
 class Stream:
-    """``torch.cuda.Stream``."""
+    """``torch.Stream``."""
 
     def __init__(self, gpu: Gpu, name: str = "", priority: int = 0, *, is_device: bool = True) -> None:
         self.gpu, self.priority = gpu, priority
@@ -52,6 +53,13 @@ class Stream:
 
     def __repr__(self) -> str:
         return self.name
+
+    def __enter__(self) -> None:
+        self._before = self.gpu.current
+        self.gpu.current = self
+
+    def __exit__(self, *_: object) -> None:
+        self.gpu.current = self._before
 
     def wait(self, clock: Clock) -> None:
         self.gpu.sweep()
@@ -74,7 +82,7 @@ class Stream:
 
 
 class Event:
-    """``torch.cuda.Event``."""
+    """``torch.Event``."""
 
     def __init__(self, gpu: Gpu) -> None:
         self.gpu, self.clock = gpu, Clock()
@@ -379,8 +387,8 @@ def _place() -> str:
 
 @contextlib.contextmanager
 def recorded(with_memory: bool = True) -> Iterator[tuple[Gpu, pytest.MonkeyPatch]]:
-    """zc runs its CUDA streams over CPU tensors, and ranks exchange gradients as over NCCL. ``with_memory``: operations
-    are recorded, too."""
+    """zc runs a device's streams over CPU tensors, and ranks exchange gradients as over NCCL. ``with_memory``:
+    operations are recorded, too."""
     gpu = Gpu()
     with pytest.MonkeyPatch.context() as patch:
         install(patch, gpu)
@@ -392,12 +400,11 @@ def recorded(with_memory: bool = True) -> Iterator[tuple[Gpu, pytest.MonkeyPatch
 
 def install(patch: pytest.MonkeyPatch, gpu: Gpu) -> None:
     """``gpu`` is torch's one device from here on, for tensors of the CPU."""
-    patch.setattr(torch.cuda, "Stream", lambda device=None, priority=0: Stream(gpu, priority=priority))
-    patch.setattr(torch.cuda, "Event", lambda: Event(gpu))
-    patch.setattr(torch.cuda, "stream", gpu.on)
-    patch.setattr(torch.cuda, "current_stream", lambda device=None: gpu.current)
+    patch.setattr(device_streams, "Stream", lambda device, priority: Stream(gpu, priority=priority))
+    patch.setattr(device_streams, "Event", lambda device: Event(gpu))
+    patch.setattr(torch.accelerator, "current_stream", lambda device=None: gpu.current)
     patch.setattr(Tensor, "record_stream", lambda tensor, stream: gpu.told(tensor, stream))
-    patch.setattr(zc.api, "make_streams", CudaStreams)
+    patch.setattr(zc.api, "make_streams", DeviceStreams)
     patch.setenv("ZC_HOST_MEMORY", "0")  # NCCL's ranks read no memory of each other
     _install_host(patch, gpu)
     _install_nccl(patch, gpu)
@@ -405,9 +412,9 @@ def install(patch: pytest.MonkeyPatch, gpu: Gpu) -> None:
 
 def _install_host(patch: pytest.MonkeyPatch, gpu: Gpu) -> None:
     """Host memory is known as such, and tasks of the host stream are the host's own."""
-    zeros, run_on, segment = HostMemory.zeros, CudaStreams.run_on, Operations.segment
+    zeros, run_on, segment = HostMemory.zeros, DeviceStreams.run_on, Operations.segment
 
-    def run(streams: CudaStreams, stream: str, task: Callable[[], object]) -> None:
+    def run(streams: DeviceStreams, stream: str, task: Callable[[], object]) -> None:
         with gpu.on(gpu.host if stream == HOST else None):
             run_on(streams, stream, task)
 
@@ -420,7 +427,7 @@ def _install_host(patch: pytest.MonkeyPatch, gpu: Gpu) -> None:
         return out
 
     patch.setattr(HostMemory, "zeros", lambda memory, numel, dtype: gpu.pinned(zeros(memory, numel, dtype)))
-    patch.setattr(CudaStreams, "run_on", run)
+    patch.setattr(DeviceStreams, "run_on", run)
     patch.setattr(Operations, "segment", compiled)
 
 

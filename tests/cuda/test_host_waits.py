@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from clocks import recorded
 from harness import run_cases
@@ -11,6 +12,7 @@ from torch import nn
 
 import zc
 from zc.engine.binding import Operations
+from zc.optim.reductions import Reduction
 from zc.ranks.announcement import Announcement
 
 
@@ -56,6 +58,18 @@ def test_a_backward_is_issued_up_to_its_first_reduction_before_the_host_waits() 
             assert done[0] == "segment" and done.count("segment") > 1 and "waits inside" in done, (stage, done)
             assert done.count("waits inside") == 1 and not device, stage
             assert "backward: 1 inside (" in line and "0 at its end" in line and "1 at the boundary (" in line, line
+
+
+@pytest.mark.parametrize("reduction", [Reduction("norm"), Reduction("norm", order=1.0), Reduction("sum")])
+def test_clipping_brings_nothing_to_the_device(reduction: Reduction, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor from a list comes from memory that is not pinned: the host waits for what the device does before."""
+    joint = torch.tensor([[9.0], [16.0]], dtype=torch.float64)
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("a copy from the host")
+
+    monkeypatch.setattr(torch, "tensor", refuse)
+    assert reduction.finish(joint, [3, 4]).shape == (2,)
 
 
 def test_waits_are_counted_a_backward_and_not_a_bucket() -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from zc.errors import ZcError
 from zc.optim.sharded_value import Part, ShardedValue
 from zc.planning.layout import Slot
 
@@ -111,3 +112,22 @@ def test_every_elementwise_function_of_aten(dtype: torch.dtype, memory_format: t
                 assert_cut(func, result, expected, elements, memory_format)
             num_compared += 1
     assert num_compared > (300 if dtype == torch.float32 else 100), num_compared
+
+
+def test_a_state_in_another_order_than_its_parameter_is_written() -> None:
+    owner: Any = Owner(nn.Parameter(torch.rand(SHAPE).to(memory_format=torch.channels_last)))
+    state, other = torch.rand(SHAPE), torch.rand(SHAPE)
+    expected = state * 2 + other
+    value = ShardedValue(owner, Part(slot_of(owner.runtime.params["w"]), slice(0, 48), False), state)
+    value.mul_(2).add_(other)
+    torch.testing.assert_close(state, expected)
+
+
+def test_what_does_not_broadcast_is_refused() -> None:
+    owner: Any = Owner(nn.Parameter(torch.rand(1, 4)))
+    value = value_of(owner, torch.rand(1, 4), slice(0, 2))
+    with pytest.raises(ZcError, match="does not broadcast"):
+        value * torch.rand(4, 4)
+    for call in (lambda: value[0], lambda: value.t(), lambda: value @ torch.rand(4, 1), lambda: value.view(-1)):
+        with pytest.raises(ZcError, match="full_tensor"):
+            call()

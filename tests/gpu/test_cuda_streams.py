@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "proof"))
 
 from schedules import SHAPES, make, schedule
 
-from zc.engine.cuda_streams import CudaStreams
+from zc.engine.device_streams import DeviceStreams
 from zc.engine.streams import Task
 from zc.planning.plan import Plan
 from zc.schedule import codegen
@@ -32,7 +32,7 @@ NUMEL = 1 << 22  # a kernel takes longer than its launch, else the device is alw
 SPIN = 20_000_000  # clock cycles: some 10 ms, far more than a whole schedule takes
 
 
-class Delayed(CudaStreams):
+class Delayed(DeviceStreams):
     """Spins on one stream before each of its tasks."""
 
     def __init__(self, device: torch.device, slow: str | None) -> None:
@@ -45,7 +45,7 @@ class Delayed(CudaStreams):
         super().run_on(stream, task)
 
 
-class OneStream(CudaStreams):
+class OneStream(DeviceStreams):
     """Every stream is the main stream: the serial reference."""
 
     def run_on(self, stream: str, task: Task) -> None:
@@ -94,7 +94,7 @@ class Ops:
         self.buffers[acc].mul_(0.5).add_(self.buffers[src])
 
 
-def run(shape: str, streams: CudaStreams, *, stage: int, num_runs: int = 3) -> dict[str, Tensor]:
+def run(shape: str, streams: DeviceStreams, *, stage: int, num_runs: int = 3) -> dict[str, Tensor]:
     plan = make(4, ring=2, stage=stage)
     graph = schedule(shape, plan)
     counts = {str(n.args[0]): len(results(n)) for n in steps(graph) if isinstance(op_of(n), Segment)}
@@ -149,7 +149,7 @@ def test_no_host_synchronisation_and_overlap_in_a_trace(tmp_path: Path) -> None:
     plan = make(6, ring=3)
     graph = schedule("mlp", plan)
     counts = {str(n.args[0]): len(results(n)) for n in steps(graph) if isinstance(op_of(n), Segment)}
-    ops, go, streams = Ops(plan, counts), codegen.load(graph), CudaStreams(device)
+    ops, go, streams = Ops(plan, counts), codegen.load(graph), DeviceStreams(device)
     names = [n.name for n in graph.nodes if n.op == "placeholder"]
 
     def once() -> None:

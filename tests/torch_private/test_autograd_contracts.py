@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable
 from pathlib import Path
@@ -193,17 +194,59 @@ def test_compiled_autograd() -> None:
     assert not torch_private.compiled_autograd_is_on()
 
 
-@contract("has_later_step_hook", "Optimizer._optimizer_step_pre_hooks")
+@contract("surround_step", "torch's wrapper around step calling what values() of the hooks' dicts has")
+@contract("has_step_pre_hooks", "Optimizer._optimizer_step_pre_hooks")
 def test_order_of_step_hooks() -> None:
-    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
-    assert isinstance(optimizer._optimizer_step_pre_hooks, dict)
-    optimizer.register_step_pre_hook(lambda *_: None)
-    own = optimizer.register_step_pre_hook(lambda *_: None)
-    assert not torch_private.has_later_step_hook(optimizer, own)
-    later = optimizer.register_step_pre_hook(lambda *_: None)
-    assert torch_private.has_later_step_hook(optimizer, own)
-    later.remove()
-    assert not torch_private.has_later_step_hook(optimizer, own)
+    """The three stand around all others, whose handles go on to remove them; ``step`` gets what the last has returned,
+    and a class's super().step() on another object with hooks of its own runs none of these."""
+    calls: list[Any] = []
+
+    def hook(name: str) -> Any:
+        return lambda *_: calls.append(name)
+
+    class Own(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+            calls.append(type(closure).__name__)
+            return super().step()
+
+    torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)  # from now on its step is wrapped
+    optimizer = Own([nn.Parameter(torch.ones(2))], lr=0.1)
+    other = copy.copy(optimizer)
+    early = optimizer.register_step_pre_hook(hook("early"))
+    optimizer.register_step_post_hook(hook("post"))
+
+    def last(optimizer: Any, args: Any, kwargs: Any) -> Any:
+        calls.append("last")
+        return (other, len), kwargs
+
+    remove = torch_private.surround_step(optimizer, hook("begin"), last, hook("first"))
+    late = optimizer.register_step_pre_hook(hook("late"))
+    optimizer.step()
+    assert calls == ["begin", "early", "late", "last", "builtin_function_or_method", "first", "post"]
+    assert torch_private.has_step_pre_hooks(optimizer)
+    early.remove()
+    late.remove()
+    assert not torch_private.has_step_pre_hooks(optimizer)
+    remove()
+    calls.clear()
+    optimizer.step()
+    assert calls == ["NoneType", "post", "post"], "torch runs them for super().step(), too"
+
+
+@contract("let_unscale_fp16", "GradScaler._unscale_grads_ and its allow_fp16")
+def test_a_scaler_takes_fp16_gradients_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    scaler_class: Any = torch.amp.GradScaler
+    monkeypatch.setattr(scaler_class, "_unscale_grads_", inspect.unwrap(scaler_class._unscale_grads_))
+    ours, other = (torch.optim.SGD([nn.Parameter(torch.ones(2, dtype=torch.float16))], lr=0.1) for _ in range(2))
+    torch_private.let_unscale_fp16(lambda optimizer: optimizer is ours)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(torch.ones(()))
+    for optimizer in (ours, other):
+        optimizer.param_groups[0]["params"][0].grad = torch.ones(2, dtype=torch.float16)
+    scaler.unscale_(ours)
+    assert ours.param_groups[0]["params"][0].grad.tolist() == [0.25, 0.25]
+    with pytest.raises(ValueError, match="FP16"):
+        scaler.unscale_(other)
 
 
 @contract("bare_copy", "Optimizer.__setstate__, and hooks standing in _optimizer_*")
@@ -247,38 +290,6 @@ def test_collectives_are_seen(tmp_path: Path) -> None:
     finally:
         dist.destroy_process_group()
     assert len(seen) == 2 and "allreduce" in seen[0] and "allgather" in seen[1]
-
-
-@contract("is_nested_step", "step hooks being called by torch's wrapper around step, whose self is the optimizer")
-def test_a_step_inside_another_step_of_the_optimizer_is_nested() -> None:
-    nested: list[tuple[str, bool]] = []
-
-    class Parent(torch.optim.SGD):
-        pass
-
-    class Child(Parent):
-        def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-            return super().step(closure)
-
-    other = Parent([nn.Parameter(torch.ones(2))], lr=0.1)  # from now on its step is wrapped
-
-    def watched(name: str, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        def hook(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-            nested.append((name, torch_private.is_nested_step(optimizer)))
-
-        optimizer.register_step_pre_hook(hook)
-        optimizer.register_step_post_hook(hook)
-        return optimizer
-
-    optimizer = watched("child", Child([nn.Parameter(torch.ones(2))], lr=0.1))
-    optimizer.step()
-    assert nested == [("child", False), ("child", True), ("child", True), ("child", False)]
-
-    nested.clear()
-    watched("other", other)
-    optimizer.register_step_pre_hook(lambda *_: other.step())  # another optimizer's step inside is an update of its own
-    optimizer.step()
-    assert [is_nested for name, is_nested in nested if name == "other"] == [False] * 4
 
 
 class _Watching(TorchDispatchMode):

@@ -29,23 +29,26 @@ def test_callbacks_run_around_the_compilation_of_a_frame() -> None:
     assert calls == ["before", "backend", "after", "backend"]
 
 
-@contract("written_inputs", "TracingContext.fw_metadata.input_info[i].mutates_data")
-def test_inputs_that_a_graph_writes_are_named_to_the_inner_compiler() -> None:
+@contract("written_inputs", "TracingContext.fw_metadata.input_info[i].mutates_data, mutates_storage_metadata")
+@contract("returned_inputs", "TracingContext.fw_metadata.output_info[i].output_type, base_idx")
+def test_inputs_that_a_graph_writes_or_returns_are_named_to_the_inner_compiler() -> None:
     from torch._dynamo.backends.common import aot_autograd
 
     seen: list[list[int]] = []
 
     def inner(gm: fx.GraphModule, inputs: Any) -> Any:
-        seen.append(torch_private.written_inputs())
+        seen.extend([torch_private.written_inputs(), torch_private.returned_inputs()])
         return gm.forward
 
-    def writes(x: Tensor, y: Tensor) -> Tensor:
+    def writes(x: Tensor, y: Tensor, w: Tensor) -> tuple[Tensor, ...]:
         z = x + 1  # Dynamo numbers inputs as they are used
         y.mul_(2)
-        return z + y
+        w.data = w.data + 1
+        return z + y + w, x[:1], y * 1
 
-    torch.compile(writes, backend=aot_autograd(fw_compiler=inner))(torch.ones(2), torch.ones(2))
-    assert seen == [[1]]
+    backend = aot_autograd(fw_compiler=inner, keep_inference_input_mutations=True)
+    torch.compile(writes, backend=backend)(torch.ones(2), torch.ones(2), torch.ones(2))
+    assert seen == [[1, 2], [0]]
 
 
 @contract("graph_breaks", "torch._dynamo.utils.counters")

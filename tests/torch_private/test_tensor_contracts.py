@@ -98,7 +98,7 @@ def test_torch_function_is_not_asked() -> None:
     assert asked
 
 
-@contract("own_storage", "torch.utils.dlpack.from_dlpack")
+@contract("own_storage", "torch.utils.dlpack.to_dlpack and from_dlpack")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.bool, torch.float8_e4m3fn])
 def test_the_same_memory_under_another_storage(dtype: torch.dtype) -> None:
     flat = torch.arange(9).to(dtype)
@@ -115,23 +115,27 @@ def test_the_same_memory_under_another_storage(dtype: torch.dtype) -> None:
 
 
 def test_own_storage_of_another_device_than_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """``Tensor.__dlpack__`` raises BufferError then, for a model on cuda:1 without torch.cuda.set_device, and in each
-    thread of DCP's."""
-    current, plain = [0], torch.utils.dlpack.from_dlpack
+    """DLPack raises BufferError then, for a model on cuda:1 without torch.cuda.set_device, and in each thread of
+    DCP's. And ``Tensor.__dlpack__`` knows no device that a package adds to torch."""
+    current, plain = [0], torch.utils.dlpack.to_dlpack
 
     @contextlib.contextmanager
-    def device_of(tensor: Tensor) -> Iterator[None]:
+    def device_index(index: int | None) -> Iterator[None]:
         before, current[0] = current[0], 1
         yield
         current[0] = before
 
-    def from_dlpack(tensor: Tensor) -> Tensor:
+    def to_dlpack(tensor: Tensor) -> Any:
         if current[0] != 1:
             raise BufferError("Can't export tensors on a different CUDA device index. Expected: 1. Current device: 0.")
         return plain(tensor)
 
-    monkeypatch.setattr(torch.cuda, "device_of", device_of)
-    monkeypatch.setattr(torch.utils.dlpack, "from_dlpack", from_dlpack)
+    def refuse(tensor: Tensor, **options: Any) -> None:
+        raise ValueError("Unknown device type for Dlpack")
+
+    monkeypatch.setattr(torch.accelerator, "device_index", device_index)
+    monkeypatch.setattr(torch.utils.dlpack, "to_dlpack", to_dlpack)
+    monkeypatch.setattr(Tensor, "__dlpack__", refuse)
     assert torch_private.own_storage(torch.ones(3)[1:]).tolist() == [1, 1] and current == [0]
 
 

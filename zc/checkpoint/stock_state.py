@@ -33,9 +33,8 @@ from zc.checkpoint.state import state_of, trained
 from zc.checkpoint.target import commit
 from zc.checkpoint.together import refuse_together
 from zc.errors import CheckpointError, PlanError
-from zc.optim.assignment import innermost
 from zc.optim.probe import update_copy
-from zc.registry import COMPILED
+from zc.registry import COMPILED, is_ours
 
 if TYPE_CHECKING:
     from zc.optim.model import ShardedModel
@@ -104,8 +103,7 @@ def _put(model: nn.Module, optimizers: Sequence[Optimizer], state: Any, options:
 
 def _sharded_model(model: nn.Module, optimizers: Sequence[Optimizer], options: Any) -> ShardedModel | None:
     """Returns None if these are not zc's optimizers. Raises PlanError for unsupported arguments, before any change."""
-    ours = {id(one.optimizer) for each in COMPILED.values() for one in each.optimizers}
-    if not ours & {id(innermost(optimizer)) for optimizer in optimizers}:
+    if not any(map(is_ours, optimizers)):
         return None
     if model not in COMPILED:
         raise PlanError(

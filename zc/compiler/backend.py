@@ -24,6 +24,7 @@ from zc.compiler.graphs import Hook, Origin, Traced, as_traced
 from zc.compiler.segments import interpret
 from zc.engine import param_grads
 from zc.engine.overlap_gather import WeightGather
+from zc.engine.sharded_weights import ShardedWeights
 from zc.errors import ZcError
 from zc.log import log, tell
 from zc.passes.base import returned_by
@@ -66,13 +67,15 @@ def make_backend(runtime: Runtime, blocks: Blocks | None = None) -> Callable[...
         hook = partial(_compile, origin)
         options = runtime.inductor_options
         if runtime.config.backend == "aot_eager":
-            return torch_private.compile_graph(gm, inputs, _inner_compiler(hook), options)
+            compiled = torch_private.compile_graph(gm, inputs, _inner_compiler(hook), options)
+            return _with_returned_weights(origin, compiled)
         from zc.compiler.saved import cached  # imports Inductor, which takes seconds
 
         together = torch_private.compiling_kernels_together if on_cpu else contextlib.nullcontext
         with cached(hook) as saving_hook, together():
             compiler, kept_as = _inner_compiler(saving_hook), _kind_of_forward(runtime)
-            return torch_private.compile_graph(gm, inputs, compiler, options, kept_as=kept_as)
+            compiled = torch_private.compile_graph(gm, inputs, compiler, options, kept_as=kept_as)
+        return _with_returned_weights(origin, compiled)
 
     return zc_backend
 
@@ -201,7 +204,22 @@ def _compile_in_windows(origin: Origin, traced: Traced) -> Any:
                 "@torch.compiler.disable, all ranks the same; or between two forwards inside `with "
                 f"zc.whole_parameters(model):`; or train without {plan.why_sharded}"
             )
+    origin.returned[:] = [k for k in traced.returned if origin.names[k] in plan.sharded_names]
     return _compile_as_schedule(origin, traced)
+
+
+def _with_returned_weights(origin: Origin, compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """``compiled``, with whole weights where it returns views of them: those are of the parameter's own memory."""
+    runtime, positions = origin.runtime, tuple(origin.returned)
+    if not positions:
+        return compiled
+
+    def run(*args: Any) -> Any:
+        assert isinstance(runtime.weights, ShardedWeights)
+        runtime.weights.whole.make_params([args[k] for k in positions], "a forward returns a view of")
+        return compiled(*args)
+
+    return run
 
 
 def _why_whole(traced: Traced) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakValueDictionary
@@ -28,11 +28,13 @@ if TYPE_CHECKING:
 
 class Traced(NamedTuple):
     """A graph of AOTAutograd's, with the arguments of an inner compiler. Its values have the marks of `mark_storages`.
-    ``written``: positions of the inputs of Dynamo's graph that it writes in place."""
+    ``written``: positions of the inputs of Dynamo's graph that it writes in place; ``returned``: of those of which it
+    returns views."""
 
     gm: fx.GraphModule
     kwargs: dict[str, Any]
     written: tuple[int, ...]
+    returned: tuple[int, ...]
 
     @property
     def is_backward(self) -> bool:
@@ -54,7 +56,7 @@ def as_traced(gm: fx.GraphModule, example_inputs: Sequence[Any], kwargs: dict[st
     mark_storages(gm.graph, torch_private.take_donated_inputs() if is_backward else ())
     # it is Inductor's default; as an argument it would be part of the cache's key
     kwargs = {key: item for key, item in kwargs.items() if key != "get_decomp_fn"}
-    return Traced(gm, kwargs, tuple(torch_private.written_inputs()))
+    return Traced(gm, kwargs, tuple(torch_private.written_inputs()), tuple(torch_private.returned_inputs()))
 
 
 @dataclass
@@ -67,6 +69,7 @@ class Origin:
     names: Sequence[str | None]
     block: Block | None
     guard_identity: Callable[[], None]
+    returned: list[int] = field(default_factory=list)  # inputs that are sharded weights, of which it returns views
 
     def name_of(self, node: fx.Node) -> str | None:
         """The parameter that an input of a forward or backward is.

@@ -22,6 +22,7 @@ from zc import torch_private
 from zc.engine.asked import viewed_by
 from zc.engine.pending import NO_VALUE
 from zc.errors import ZcError, not_compiled, stepping_optimizer
+from zc.planning.layout import own_strides
 
 _T = TypeVar("_T")
 _OWNERS: Any = WeakIdKeyDictionary()  # parameter -> its Absent
@@ -299,7 +300,10 @@ def give_bytes(param: nn.Parameter) -> Tensor:
 
 
 def without_bytes(param: nn.Parameter, slot_dtype: torch.dtype) -> Tensor:
-    """A tensor of the shape, strides and device of ``param``, whose storage has no bytes."""
-    empty = torch.empty_like(param.detach(), dtype=slot_dtype, memory_format=torch.preserve_format)
+    """A tensor of the shape and device of ``param`` and the strides that it has in its slot, whose storage has no
+    bytes."""
+    is_dense = own_strides(param.shape, param.stride()) is not None
+    order = torch.preserve_format if is_dense else torch.contiguous_format
+    empty = torch.empty_like(param.detach(), dtype=slot_dtype, memory_format=order)
     empty.untyped_storage().resize_(0)
     return empty

@@ -143,8 +143,10 @@ class Accumulators:
                     if tensors:
                         tensors[bucket.index].zero_()
             self._spilled.discard(bucket.index)
-            for slot in range(len(bucket.slots)) if self.assigned else ():
-                self.assigned.pop((bucket.index, slot), None)
+            for where in [where for where in self.assigned if where[0] == bucket.index]:
+                value = self.assigned.pop(where)
+                if not set_to_none:
+                    self.assigned[where] = value.new_zeros(value.shape)
         if set_to_none:
             self.buffers.free(buckets)
 

@@ -214,6 +214,15 @@ class Announcements:
             self._reduced[bucket][slot] = False
             self.has_grad[bucket][slot] = self.has_grad[bucket][slot] and not set_to_none
 
+    def assign(self, assigned: Collection[Where]) -> None:
+        """The caller has assigned values to these parameters' ``.grad``. A rank that does so alone is named at the next
+        boundary."""
+        for bucket, slot in assigned:
+            optimizer = self.plan.buckets[bucket].optimizer
+            count, checksum = self._in_sums.get(optimizer, (0, 0))
+            self._in_sums[optimizer] = count, plus(checksum, f"{(bucket, slot)} is assigned after {count} reductions")
+            self.has_grad[bucket][slot] = True
+
     def boundary(self, unreduced: Collection[int], *, by_grad: bool) -> tuple[list[int], bool]:
         """Returns once all ranks are at the boundary: the buckets that all ranks reduce now, and whether no rank had a
         backward since the last boundary. From then on the accumulators know which parameters have a gradient on any

@@ -14,6 +14,7 @@ import torch
 from torch.profiler import record_function
 
 from zc import torch_private
+from zc.devices import allocated_nbytes
 from zc.machine import resident_nbytes
 
 SETTLE = 2  # steps after a compilation that are not clocked
@@ -103,8 +104,8 @@ class Clock:
         """The step that was clocked; None before its end."""
         if self.is_on or len(self._phases) < 2:
             return None
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize(self._device)
         since = self._phases[0][1]
         spans = tuple(Span(p, n, s, self._us(since, a), self._us(since, b)) for p, n, s, a, b in self._spans)
         pairs = zip(self._phases, self._phases[1:], strict=False)
@@ -114,16 +115,16 @@ class Clock:
         return ClockedStep(spans, phases, tuple(memory), exposed)
 
     def _now(self) -> Any:
-        if self._device.type != "cuda":
+        if self._device.type == "cpu":
             return time.perf_counter_ns()
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self._device))
+        event = torch.Event(self._device, enable_timing=True)
+        event.record(torch.accelerator.current_stream(self._device))
         return event
 
     def _us(self, since: Any, then: Any) -> float:
-        if self._device.type != "cuda":
+        if self._device.type == "cpu":
             return float(then - since) / 1e3
         return float(since.elapsed_time(then)) * 1e3
 
     def _nbytes(self) -> int:
-        return torch.cuda.memory_allocated(self._device) if self._device.type == "cuda" else resident_nbytes()
+        return resident_nbytes() if self._device.type == "cpu" else allocated_nbytes(self._device)

@@ -56,6 +56,10 @@ class Listener:
         """Whether ``grad`` is a sharded value that the caller may assign to ``.grad`` of this parameter."""
         return False
 
+    def has_taken(self, grad: Tensor) -> bool:
+        """Whether ``grad`` was taken by `take_value`, so that a backward has added to the accumulator in its place."""
+        return False
+
     def take_value(self, name: str, grad: Tensor) -> Tensor:
         """[n]: the elements of such a value that lie in this rank's shard. The accumulator gets them."""
         raise NotImplementedError

@@ -2,6 +2,7 @@
 
 This module allocates ordinary memory and registers it with the driver. ``pin_memory=True`` would use PyTorch's caching
 host allocator, which rounds a block up to a power of two: up to twice the memory, and offload exists to save memory.
+Other devices than CUDA's and ROCm's have that one, which keeps a block while copies use it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from zc.devices import is_cuda
 
 _Locked = list[tuple[torch.device, Tensor]]
 # Page-locked memory of models that were dropped. The garbage collector adds to it, in any thread, perhaps while another
@@ -39,8 +42,14 @@ class HostMemory:
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
         """[numel] of zeros, page-locked if the device is a GPU and its driver agrees; `note` says why it does not."""
-        if self._device.type != "cuda" or not numel:
+        if self._device.type == "cpu" or not numel:
             return torch.zeros(numel, dtype=dtype, device="cpu")
+        if not is_cuda(self._device):
+            self.note = (
+                f"offload: host memory for {self._device} is pinned by PyTorch's allocator, which may round each block "
+                "up to a power of two. zc page-locks memory in place on CUDA and ROCm alone"
+            )
+            return torch.zeros(numel, dtype=dtype, device="cpu", pin_memory=True)
         tensor = _pages(numel, dtype)
         if self.note is None:
             with torch.cuda.device(self._device):

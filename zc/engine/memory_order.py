@@ -16,7 +16,8 @@ def in_order(whole: Tensor, slot: Slot) -> Tensor:
 def flattened(tensor: Tensor, slot: Slot) -> Tensor:
     """[n]: a tensor of the slot's shape, flattened in the slot's order; a view if it already lies so. A 1-D tensor is a
     part of the slot, or all of it, and is returned unchanged."""
-    return tensor if tensor.dim() == 1 else in_order(tensor, slot).reshape(-1)
+    flat = tensor if tensor.dim() == 1 else in_order(tensor, slot).reshape(-1)
+    return flat.contiguous()  # a parameter with holes, as every second column of a matrix
 
 
 def in_shape(flat: Tensor, slot: Slot) -> Tensor:

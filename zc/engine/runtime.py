@@ -182,15 +182,20 @@ class Runtime(Core):
         """The hook on a parameter: the gradient leaves ``param.grad`` for the plan."""
         grad = param.grad
         name = self.plan.buckets[bucket].slots[slot].name
-        if grad is None or grad is self.sharded_grads.get(name) or self.listener.is_value(name, grad):
+        if grad is None or grad is self.sharded_grads.get(name) or self.listener.has_taken(grad):
             return  # nothing came, or it was added to a ShardedGrad, which has called `receive`
         param.grad = None
         self.receive(bucket, slot, grad)
 
     def receive(self, bucket: int, slot: int, grad: Tensor) -> None:
         """A gradient [shape of the parameter] from outside compiled graphs."""
+        name = self.plan.buckets[bucket].slots[slot].name
+        if self.listener.is_value(name, grad):
+            raise UncoveredGradientError(
+                f"a backward went through the param.grad of {name}, which is sharded over ranks and a mean over them "
+                "already: use param.grad.full_tensor() in a loss"
+            )
         if grad.is_sparse or grad.is_complex():
-            name = self.plan.buckets[bucket].slots[slot].name
             raise UncoveredGradientError(
                 f"the gradient of {name} is {grad.layout} {grad.dtype}: zc takes dense real ones"
             )
@@ -355,7 +360,7 @@ class Runtime(Core):
         model.zero_grad(), the zero_grad of the optimizer's class. Takes over sharded values that were assigned to
         ``param.grad``. Raises ZcError if some of the others may hold a part of a backward that raised."""
         flags = self.announcements.has_grad
-        cleared, assigned = param_grads.changes(self.plan, flags, self.params, self.sharded_grads)
+        cleared, assigned = self._changes()
         num_others = sum(map(sum, flags)) - len(cleared) + sum(not flags[bucket][slot] for bucket, slot in assigned)
         has_failed = self._phase is Phase.FAILED
         if num_others == 0 and (cleared or has_failed):
@@ -369,6 +374,9 @@ class Runtime(Core):
         if cleared:
             self.drop(cleared, set_to_none=True)
         self._take_values(assigned)
+
+    def _changes(self) -> param_grads.Changes:
+        return param_grads.changes(self.plan, self.announcements.has_grad, self.params, self.sharded_grads)
 
     def _take_values(self, assigned: Sequence[Where]) -> None:
         """Takes over the sharded values among these parameters' ``.grad``. Finished gradients are replaced at once.
@@ -388,8 +396,9 @@ class Runtime(Core):
             self.wait_for_host_memory()
         else:
             self.drop(list(values), set_to_none=False)
+        self.announcements.assign(values)
         for (bucket, slot), value in values.items():
-            self.announcements.has_grad[bucket][slot] = self.accumulators.touched[bucket][slot] = True
+            self.accumulators.touched[bucket][slot] = True
             self.accumulators.assigned[bucket, slot] = value
         if self.is_finished:
             self.accumulators.put_assigned(add=False)
@@ -414,6 +423,8 @@ class Runtime(Core):
     def clear(self, *, set_to_none: bool, optimizer: int | None = None) -> None:
         """zero_grad of the module (None) or of one optimizer."""
         buckets = self.plan.of_optimizer(optimizer)
+        if not set_to_none:  # what was assigned becomes zeros, too
+            self._take_values(self._changes().assigned)
         self._cut_short()
         self._join_gradients()
         self.streams.hand_to_main(self.buffers.gradients(buckets) if set_to_none else ())

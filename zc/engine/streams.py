@@ -1,7 +1,7 @@
 """The protocol of streams, and its implementation with threads for CPUs.
 
 A stream runs its tasks in order. Only an event, recorded on one stream and waited for on another, orders two streams.
-`zc.engine.cuda_streams` implements the protocol with torch.cuda.
+`zc.engine.device_streams` implements the protocol for accelerators.
 """
 
 from __future__ import annotations
@@ -221,10 +221,10 @@ def _delayed(task: Task, seconds: float) -> Task:
 
 
 def make_streams(device: torch.device) -> Streams:
-    """Streams for the device that the parameters are on."""
-    if device.type == "cuda":
-        from zc.engine.cuda_streams import CudaStreams
+    """Streams for the device that the parameters are on: a CPU, or one that `has_streams`."""
+    if device.type == "cpu":
+        return ThreadStreams()
+    from zc.engine.device_streams import DeviceStreams
 
-        streams: Streams = CudaStreams(device)
-        return streams
-    return ThreadStreams()
+    streams: Streams = DeviceStreams(device)
+    return streams

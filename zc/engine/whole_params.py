@@ -83,10 +83,10 @@ class WholeParams(Part):
             self.make(missing)
             self._reasons.setdefault(reason, set()).update(missing)
 
-    def make_params(self, params: Iterable[nn.Parameter]) -> None:
+    def make_params(self, params: Iterable[nn.Parameter], reason: str = "code that is not compiled reads") -> None:
         """The same, for the buckets of these parameters."""
         params = list(params)
-        self.make_for("code that is not compiled reads", self._buckets_of(params))
+        self.make_for(reason, self._buckets_of(params))
         with torch_private.without_torch_function():  # another stream than the reader's may have made them whole
             self.core.streams.hand_to_main(params)
 

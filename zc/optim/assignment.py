@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zc.errors import PlanError
-from zc.optim.kinds import is_declared, is_known
+from zc.optim.declared import DECLARED
 from zc.planning.layout import Rule
 
 Optimizers = Optimizer | Sequence[Optimizer] | Mapping[Any, Optimizer]
@@ -75,19 +75,20 @@ def innermost(optimizer: Optimizer) -> Optimizer:
 
     Raises PlanError if one holds several optimizers that share its parameters.
     """
-    if is_known(optimizer) or is_declared(optimizer):
+    if type(optimizer) in DECLARED:  # it updates parameters itself
         return optimizer
     own = _params_of(optimizer)
     inside: dict[str, Optimizer] = {}
     for name, value in vars(optimizer).items():
+        if name in ("state", "param_groups", "defaults"):
+            continue
         items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
-        named = [(name, value), *((f"{name}[{key!r}]", item) for key, item in items)]
-        for where, item in named:
+        for key, item in (("", value), *items):
             is_new = isinstance(item, Optimizer) and item is not optimizer and item not in inside.values()
             if is_new and _params_of(item) <= own:
-                inside[where] = item
+                inside[name if item is value else f"{name}[{key!r}]"] = item
     if not inside or frozenset[int]().union(*map(_params_of, inside.values())) != own:
-        return optimizer  # it updates parameters itself
+        return optimizer
     if len(inside) > 1:
         held = ", ".join(f".{where} ({type(item).__name__})" for where, item in inside.items())
         raise PlanError(

@@ -213,7 +213,7 @@ class GradShards:
             if replicas is not None and replicas.rank > 0:
                 joint.zero_()  # counted once, by the first; among all, so that all have the same bits
             self.runtime.group.sum_(joint)
-        return reduction.finish(joint, torch.tensor(numels, dtype=torch.float64, device=joint.device))
+        return reduction.finish(joint, numels)
 
     def reduce(self, value: ShardedValue, reduction: Reduction, dtype: torch.dtype) -> Tensor:
         """0-d: a number of all elements of ``value``. A loop that asks for the same number of several gradients, or of

@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import TypeVar, overload
 
@@ -18,6 +17,7 @@ import torch
 from torch.optim import Optimizer
 
 from zc.errors import PlanError
+from zc.optim.declared import DECLARED
 from zc.optim.trials import check_elementwise, check_independent
 from zc.planning.layout import Rule
 
@@ -33,7 +33,6 @@ REFUSED = {
     "optimizer here, or DistributedDataParallel for LBFGS",
     "SparseAdam": "it takes sparse gradients, zc reduces dense ones. Use Adam, and embeddings made with sparse=False",
 }
-_DECLARED: weakref.WeakKeyDictionary[type[Optimizer], int] = weakref.WeakKeyDictionary()  # class -> block
 
 
 @overload
@@ -68,7 +67,7 @@ def elementwise(cls: Class | None = None, *, block: int = 1) -> Class | Callable
         if _is_torchs(declared, (*WHOLE, *REFUSED)):
             raise TypeError(f"torch.optim.{declared.__name__} is not elementwise, so zc.elementwise does not take it")
         if not _is_torchs(declared, ELEMENTWISE):
-            _DECLARED[declared] = block
+            DECLARED[declared] = block
         return declared
 
     return declare if cls is None else declare(cls)
@@ -81,8 +80,8 @@ def rule_of(optimizer: Optimizer) -> Rule:
         raise PlanError(f"optimizer {cls.__name__} can't work on shards: {REFUSED[cls.__name__]}")
     if _is_torchs(cls, ELEMENTWISE):
         return Rule()
-    if cls in _DECLARED:
-        return Rule(block=_DECLARED[cls])
+    if cls in DECLARED:
+        return Rule(block=DECLARED[cls])
     return Rule(whole=True, cost="newton_schulz" if _is_torchs(cls, ("Muon",)) else "elements")
 
 
@@ -92,15 +91,15 @@ def try_out(optimizer: Optimizer, world_size: int, device: torch.device) -> None
     cls = type(optimizer)
     if is_known(optimizer):
         return
-    if cls in _DECLARED:
-        check_elementwise(optimizer, _DECLARED[cls], device)
+    if cls in DECLARED:
+        check_elementwise(optimizer, DECLARED[cls], device)
     elif world_size > 1:
         check_independent(optimizer, device)
 
 
 def note_of(optimizer: Optimizer) -> str | None:
     """The note on the layout of an optimizer that zc does not know."""
-    if is_known(optimizer) or type(optimizer) in _DECLARED:
+    if is_known(optimizer) or type(optimizer) in DECLARED:
         return None
     name = type(optimizer).__name__
     return (
@@ -112,11 +111,6 @@ def note_of(optimizer: Optimizer) -> str | None:
 def is_known(optimizer: Optimizer) -> bool:
     """Whether the class is torch's own."""
     return _is_torchs(type(optimizer), (*ELEMENTWISE, *WHOLE))
-
-
-def is_declared(optimizer: Optimizer) -> bool:
-    """Whether `elementwise` was called for the class."""
-    return type(optimizer) in _DECLARED
 
 
 def is_elementwise(optimizer: Optimizer) -> bool:

@@ -94,6 +94,9 @@ class ShardedModel(Listener):
     def is_value(self, name: str, grad: Tensor) -> bool:
         return isinstance(grad, ShardedValue) and not grad.is_live and grad.part == self.grad_shards.part(name)
 
+    def has_taken(self, grad: Tensor) -> bool:
+        return isinstance(grad, ShardedValue) and (grad.is_taken or grad.is_stale)
+
     def take_value(self, name: str, grad: Tensor) -> Tensor:
         assert isinstance(grad, ShardedValue)
         local = self.grad_shards.take(name, grad)
@@ -120,7 +123,8 @@ class ShardedModel(Listener):
         self.grad_shards.forget_numbers()
         grads = self.runtime.sharded_grads
         for name in names:
-            if sys.getrefcount(grads[name]) > _ALONE and self.runtime.params[name].grad is not grads[name]:
+            is_old = sys.getrefcount(grads[name]) > _ALONE or grads[name].requires_grad
+            if is_old and self.runtime.params[name].grad is not grads[name]:
                 grads[name] = ShardedGrad(self.grad_shards, name)
 
     def publish_all(self) -> None:

@@ -82,14 +82,15 @@ def update_copy(
     def refuse(collective: str) -> None:
         raise Communicates(collective)
 
-    devices = [value.device for value in values[:1] if value.device.type == "cuda"]
+    devices = [value.device for value in values[:1] if value.device.type != "cpu"]
+    forked = torch.random.fork_rng([d.index for d in devices], device_type=devices[0].type if devices else "cuda")
     # Eager: Dynamo skips a frame for good that it first meets under a dispatch mode, here that of watching_collectives.
     eager = torch.compiler.set_stance("force_eager")
-    with torch.random.fork_rng(devices=devices), eager, torch_private.watching_collectives(refuse):
+    with forked, eager, torch_private.watching_collectives(refuse):
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would leave other devices' generators changed
         for device in devices:
-            with torch.cuda.device(device):
-                torch.cuda.manual_seed(seed)
+            with torch.accelerator.device_index(device.index):
+                torch.get_device_module(device).manual_seed(seed)
         for k in range(len(grads[0]) if grads else 1):
             for param, own in zip(params, grads, strict=True):
                 param.grad = own[k].clone()

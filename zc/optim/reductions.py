@@ -73,22 +73,27 @@ class Reduction(NamedTuple):
         if self.kind in ("any", "all"):
             return [wide.any().double() if self.kind == "any" else -wide.all().double()]
         if part.numel() == 0:
-            return [wide.new_tensor(-math.inf), wide.new_tensor(0.0)]
+            return [wide.new_full((), -math.inf), wide.new_zeros(())]
         wide = wide.abs() if self.kind == "norm" else wide
         largest = -wide.amin() if self.is_least else wide.amax()
         is_nan = largest.isnan()  # apart, because a comparison of ranks may lose it
         return [largest.masked_fill(is_nan, -math.inf), is_nan.double()]
 
-    def finish(self, joint: Tensor, numels: Tensor) -> Tensor:
-        """[values] fp64 <- the joint numbers [values, numbers] of values with so many elements."""
+    def finish(self, joint: Tensor, counts: Sequence[int]) -> Tensor:
+        """[values] fp64 <- the joint numbers [values, numbers] of values with so many elements. The host does not wait
+        for the device."""
         total = joint[:, 0]
         if self.kind == "norm" and self.is_sum:
             return total if self.order == 0 else total ** (1.0 / self.order)
+        if self.kind == "sum":
+            return total
+        is_on_host = joint.device.type == "cpu"  # a copy from memory that is not pinned would wait
+        numels = torch.tensor(counts, dtype=joint.dtype, pin_memory=not is_on_host).to(joint.device, non_blocking=True)
         if self.kind in ("var", "std"):
             variance = (joint[:, 1] - total * total / numels).clamp(min=0.0) / (numels - self.correction).clamp(min=0.0)
             return variance.sqrt() if self.kind == "std" else variance
-        if self.is_sum:
-            return total / numels if self.kind == "mean" else total
+        if self.kind == "mean":
+            return total / numels
         total = -total if self.is_least else total
         if self.kind in ("any", "all"):
             return total

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from zc import torch_private
-from zc.engine.memory_order import flattened
+from zc.engine.memory_order import flattened, in_shape
 from zc.errors import ZcError
 from zc.optim import reductions
 from zc.planning.layout import Slot
@@ -74,6 +74,7 @@ class ShardedValue(Tensor):
     part: Part
     _owner: weakref.ref[GradShards]  # weak: a parameter holds its .grad where Python's collector does not look
     _local: Tensor
+    _source: Tensor | None = None  # what ``_local`` is a copy of, and is copied to when it was written
     # the function of the live gradient that it is, if it is one, and when it was made (`GradShards.num_changes`)
     formula: tuple[Any, int] | None = None
     is_live = False  # whether it is a gradient, whose elements lie in the accumulators
@@ -93,8 +94,10 @@ class ShardedValue(Tensor):
     ) -> ShardedValue:
         like = owner.runtime.params[part.slot.name]
         wrapper = torch_private.make_wrapper(cls, like, dtype or local.dtype, device)
-        # 1-D, so that an operand that was cut meets it; a view where ``local`` lies in the parameter's order
+        # 1-D, so that an operand that was cut meets it
         wrapper.part, wrapper._owner, wrapper._local = part, weakref.ref(owner), flattened(local, part.slot).view(-1)
+        if wrapper._local.data_ptr() != local.data_ptr():  # it lies in another order than the parameter
+            wrapper._source = local
         return wrapper
 
     @property
@@ -125,6 +128,8 @@ class ShardedValue(Tensor):
     def changed(self) -> None:
         """To be called when ``local`` was written."""
         self.formula = None
+        if self._source is not None:
+            self._source.copy_(in_shape(self._local, self.part.slot))
         if self.is_taken:
             self.owner.write_taken(self)
 
@@ -499,6 +504,7 @@ _OTHERS: dict[str, _Handler] = {
     "detach": _same,
     "detach_": _same,
     "alias": _same,
+    "positive": _same,
     "dot": _dot,
     "vdot": _dot,
     "equal": _equal,

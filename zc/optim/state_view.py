@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from zc.errors import ZcError
+from zc.optim.trials import SHAPE, state_of_trial
 
 if TYPE_CHECKING:
     from zc.optim.optimizer import ShardedOptimizer
@@ -73,6 +74,8 @@ class StateView(MutableMapping[Any, Any]):
         self._elsewhere: dict[str, dict[Any, Any]] = {}  # what was written for parameters that have no slice here
         self._held: weakref.WeakValueDictionary[str, ParamState] = weakref.WeakValueDictionary()
         self._noted: list[list[bool]] = []  # of the last update, which parameters had a gradient
+        self._trial: dict[Any, Any] | None = None  # a state of small data
+        self._num_updates = 0
 
     @property
     def owner(self) -> ShardedOptimizer:
@@ -173,13 +176,12 @@ class StateView(MutableMapping[Any, Any]):
         groups = sorted(owner.members, key=lambda members: name not in members)
         slices = (owner.slices.get(m) for members in groups for m in members if isinstance(m, str))
         like = next((own_slice for own_slice in slices if own_slice is not None and state.get(own_slice)), None)
-        if like is None:
-            return None
-        return {
-            key: item.new_empty(0) if _is_cut(key, item, like.shape) else item
-            for key, item in state[like].items()
-            if not isinstance(item, Tensor) or item.dim() == 0 or item.shape == like.shape
-        }
+        if like is not None:
+            return _without_elements(state[like], like.shape)
+        if self._trial is None:  # this rank owns nothing at all
+            self._trial = state_of_trial(owner.local)
+        count = {"step": torch.tensor(float(self._num_updates))} if "step" in self._trial else {}
+        return {**_without_elements(self._trial, torch.Size(SHAPE)), **count} or None
 
     def _items_of(self, name: str) -> dict[Any, Any]:
         own_slice = self.owner.slices.get(name)
@@ -226,6 +228,7 @@ class StateView(MutableMapping[Any, Any]):
     def note_update(self, changed: Sequence[int]) -> None:
         """The class has updated the parameters in these buckets that have a gradient."""
         plan, touched = self.owner.runtime.plan, self.owner.runtime.accumulators.touched
+        self._num_updates += 1
         noted = [touched[index] for index in changed]
         if noted != self._noted:
             self._noted = [list(flags) for flags in noted]
@@ -237,6 +240,15 @@ class StateView(MutableMapping[Any, Any]):
         """The class's state may have changed: what the caller still holds shows it."""
         for name, state in list(self._held.items()) if self._held else ():
             state.show(self._items_of(name))
+
+
+def _without_elements(state: Mapping[Any, Any], shape: torch.Size) -> dict[Any, Any]:
+    """A state like this one, of a parameter of this ``shape``, for a rank that has no element of it."""
+    return {
+        key: item.new_empty(0) if _is_cut(key, item, shape) else item
+        for key, item in state.items()
+        if not isinstance(item, Tensor) or item.dim() == 0 or item.shape == shape
+    }
 
 
 def _is_cut(key: Any, item: Any, shape: torch.Size) -> bool:

@@ -13,6 +13,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import itertools
 import sys
@@ -195,6 +196,18 @@ def state_keys(optimizer: Optimizer) -> list[str]:
         (updated,) = update_copy(optimizer, group, [value], [[value]], seed=1)
         keys.update({k: None for k, item in updated.state.items() if isinstance(item, Tensor) and item.shape == (2,)})
     return list(keys)
+
+
+SHAPE = (16, 24)
+
+
+def state_of_trial(optimizer: Optimizer) -> dict[Any, Any]:
+    """A parameter's state of `SHAPE` after some updates, as far as that can be tried."""
+    value, grads = small_data(SHAPE, torch.device("cpu"))
+    for group in optimizer.param_groups if wrapped(optimizer) is None else ():
+        with contextlib.suppress(Exception):  # it takes other shapes
+            return {**update_copy(optimizer, group, [value], [grads], seed=1)[0].state}
+    return {}
 
 
 class Trial(NamedTuple):

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zc import torch_private
+from zc.devices import accelerator_type
 from zc.errors import PlanError, RankMismatchError
 from zc.planning.plan import Plan
 from zc.planning.topology import Topology, flat
@@ -84,7 +85,7 @@ class Control(Exchanges):
         if self.world_size > 1:
             ranks = dist.get_process_group_ranks(self.callers_group)
             self._process_groups = ProcessGroups(ranks, host_backend(group))
-            timeouts = (torch_private.timeout_of(self.callers_group, device) for device in ("cpu", "cuda"))
+            timeouts = (torch_private.timeout_of(self.callers_group, device) for device in ("cpu", accelerator_type()))
             self.timeout = next(filter(None, timeouts), None)
             if self.journal is None:
                 number = self._process_groups.number_of_model()

@@ -1,4 +1,6 @@
-"""Streams on CUDA: torch.cuda streams and events. The host waits for no device in a forward or backward.
+"""Streams of a device: torch's streams and events, whatever accelerator it is.
+
+The host waits for no device in a forward or backward.
 
 With several ranks it waits for the *hosts* of other ranks, once per backward: the calling thread issues comm's tasks,
 and a reduction needs their announcements first (`zc.engine.announcements`). `zc.explain` counts these waits.
@@ -12,12 +14,13 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch import Event, Stream
 
 from zc.engine.clock import Clock
 from zc.schedule.buffer import COMM, HOST, MAIN
 
 
-class CudaStreams:
+class DeviceStreams:
     """The main stream is the current stream where the schedule runs, for instance in autograd's device thread. Others
     are made when first used. Only comm has high priority, so that a reduction's kernels do not queue behind compute.
 
@@ -35,9 +38,9 @@ class CudaStreams:
         self._device, self.clock = device, Clock(device)
         # Only the issuing thread changes these three. The garbage collector reads the streams in any thread
         # (`record_streams`), by copying them in one step.
-        self._sides: dict[str, torch.cuda.Stream] = {}
-        self._events: dict[str, torch.cuda.Event] = {}
-        self._last_main: torch.cuda.Stream | None = None
+        self._sides: dict[str, Stream] = {}
+        self._events: dict[str, Event] = {}
+        self._last_main: Stream | None = None
 
     def run_on(self, stream: str, task: Callable[[], object]) -> None:
         if stream == HOST:
@@ -47,7 +50,7 @@ class CudaStreams:
             self._stream(MAIN)
             task()
         else:
-            with torch.cuda.stream(self._stream(stream)), torch.no_grad():
+            with self._stream(stream), torch.no_grad():
                 task()
 
     def record(self, event: str, stream: str) -> None:
@@ -55,7 +58,7 @@ class CudaStreams:
             self._events.pop(event, None)  # it has happened already, so a wait for it does nothing
             return
         if event not in self._events:
-            self._events[event] = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._events[event] = Event(self._device)
         self._events[event].record(self._stream(stream))
 
     def wait(self, event: str, stream: str) -> None:
@@ -77,8 +80,8 @@ class CudaStreams:
         self.join_main()
         self._stream(MAIN).synchronize()
 
-    def mark(self) -> torch.cuda.Event | None:
-        stream = torch.cuda.current_stream(self._device)
+    def mark(self) -> Event | None:
+        stream = torch.accelerator.current_stream(self._device)
         return None if stream == self._last_main else stream.record_event()  # main runs after its predecessor
 
     def hand_to_main(self, tensors: Iterable[object], marks: Iterable[Any] = ()) -> None:
@@ -100,14 +103,14 @@ class CudaStreams:
     def close(self) -> None:
         """Does nothing: streams and events end with this object."""
 
-    def _stream(self, name: str) -> torch.cuda.Stream:
+    def _stream(self, name: str) -> Stream:
         if name == MAIN:
-            main = torch.cuda.current_stream(self._device)
+            main = torch.accelerator.current_stream(self._device)
             if self._last_main is not None and self._last_main != main:
                 # a program may change its stream between steps: keep program order
                 main.wait_stream(self._last_main)
             self._last_main = main
             return main
         if name not in self._sides:
-            self._sides[name] = torch.cuda.Stream(self._device, priority=-1 if name == COMM else 0)  # type: ignore[no-untyped-call]
+            self._sides[name] = Stream(self._device, priority=-1 if name == COMM else 0)
         return self._sides[name]

@@ -1,0 +1,70 @@
+"""Stage 3, compiled: parameters with holes in their memory, and forwards that reduce or return weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zc
+
+X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+
+
+class Holes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.columns = nn.Parameter(torch.randn(8, 16)[:, ::2])
+        self.turned = nn.Parameter(torch.randn(8, 16).t()[::2])
+        self.vector = nn.Parameter(torch.randn(16)[::2])
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return (x @ self.columns + (x * self.vector) @ self.turned,)
+
+
+class Penalty(nn.Module):
+    """The sum of squares of all weights, which lie in a bucket each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(*[nn.Linear(8, 8, bias=False) for _ in range(12)])
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return self.net(x), torch.stack([(p * p).sum() for p in self.parameters()]).sum()
+
+
+class Returning(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        weight = self.layer.weight
+        return self.layer(x), weight[:3], weight.t(), weight.detach()
+
+
+def trained(model: Any, optimizer: torch.optim.Optimizer, x: Tensor, updates: int = 3) -> None:
+    for _ in range(updates):
+        torch.stack([output.square().mean() for output in model(x)]).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("make", [Holes, Penalty, Returning])
+def test_against_float64(make: type[nn.Module]) -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = make()
+    twin = make().double()
+    twin.load_state_dict(model.state_dict())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    zc.compile(model, optimizer, stage=3, backend="aot_eager", bucket_nbytes=256, weight_nbytes=1024)
+    # as it is traced: what a window gives has these strides
+    assert all(param.stride() == torch.empty(param.shape).stride() for param in model.parameters())
+    trained(model, optimizer, X)
+    trained(twin, torch.optim.SGD(twin.parameters(), lr=0.01), X.double())
+    for key, value in zc.full_state_dict(model).items():
+        assert torch.allclose(value.double(), twin.state_dict()[key], rtol=1e-4, atol=1e-6), key
+    zc.close(model)
