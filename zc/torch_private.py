@@ -1142,6 +1142,7 @@ def let_unscale_fp16(is_ours: Callable[[torch.optim.Optimizer], bool]) -> None:
     def unscale(self: Any, optimizer: Any, inverse: Any, found_inf: Any, allow_fp16: bool) -> Any:
         return plain(self, optimizer, inverse, found_inf, allow_fp16 or is_ours(optimizer))
 
+    vars(unscale)["__wrapped__"] = plain  # for inspect.unwrap; functools.wraps would take the name of its module, too
     scaler._unscale_grads_ = unscale
 
 

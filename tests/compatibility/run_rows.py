@@ -16,6 +16,7 @@ import rows_backward
 import rows_buffers_written
 import rows_checkpointing
 import rows_clearing
+import rows_compiled_loops
 import rows_conv
 import rows_dropped_gradients
 import rows_grad_values
@@ -53,7 +54,7 @@ TABLE = (
     rows_buffers_written, rows_params, rows_absent_reads, rows_replaced, rows_unfreezing, rows_precision,
     rows_checkpointing, rows_param_grad, rows_grad_values, rows_optimizers, rows_optimizer_params,
     rows_dropped_gradients, rows_unequal_ranks, rows_overlap, rows_several, rows_unforeseen, rows_shard_frozen,
-    rows_stage_3_writes,
+    rows_stage_3_writes, rows_compiled_loops,
 )  # fmt: skip
 
 

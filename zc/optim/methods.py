@@ -11,6 +11,7 @@ from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -67,6 +68,9 @@ def replace(model: nn.Module, sharded: ShardedOptimizer) -> None:
 
     for name in sharded.methods:
         setattr(optimizer, name, MethodType(_on_slices(type(optimizer), name, owner), optimizer))
+    if sharded.runtime.plan.placement.shards_weights:
+        # in a loop that the caller compiles Dynamo would look at parameters that have no bytes
+        step = torch.compiler.disable(step)  # type: ignore[no-untyped-call]
     optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
     optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
     optimizer.add_param_group = add_param_group  # type: ignore[method-assign]

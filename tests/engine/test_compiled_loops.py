@@ -1,0 +1,83 @@
+"""A loop that the caller has compiled: zc's hooks and schedules run in it as they are, and the numbers are right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zc
+
+Step = Callable[[Tensor], Tensor]
+BATCHES = [torch.randn(4, 8, generator=torch.Generator().manual_seed(k)) for k in range(3)]
+
+
+def whole_step(model: nn.Module, optimizer: torch.optim.Optimizer, compiled: Callable[[Any], Any]) -> Step:
+    def step(x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return compiled(step)
+
+
+def forward_and_backward(model: nn.Module, optimizer: torch.optim.Optimizer, compiled: Callable[[Any], Any]) -> Step:
+    def passes(x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss
+
+    passes = compiled(passes)
+
+    def step(x: Tensor) -> Tensor:
+        loss = passes(x)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step
+
+
+def step_alone(model: nn.Module, optimizer: torch.optim.Optimizer, compiled: Callable[[Any], Any]) -> Step:
+    update = compiled(lambda: optimizer.step())
+
+    def step(x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        update()
+        optimizer.zero_grad()
+        return loss
+
+    return step
+
+
+def trained(loop: Callable[..., Step], stage: int | None = None, backend: str = "") -> list[Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    if stage is None:
+        return run(loop(model, optimizer, lambda function: function), model.state_dict)
+    zc.compile(model, optimizer, stage=stage, backend=backend, bucket_nbytes=256)
+    step = loop(model, optimizer, lambda function: torch.compile(function, backend="aot_eager"))
+    seen = run(step, lambda: zc.full_state_dict(model))
+    zc.close(model)
+    return seen
+
+
+def run(step: Step, state: Callable[[], dict[str, Tensor]]) -> list[Tensor]:
+    losses = [step(x).detach() for x in BATCHES]
+    return losses + list(state().values())
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("loop", [whole_step, forward_and_backward, step_alone])
+def test_a_loop_under_the_callers_torch_compile(loop: Callable[..., Step], stage: int, backend: str) -> None:
+    torch.compiler.reset()
+    for value, wanted in zip(trained(loop, stage, backend), trained(loop), strict=True):
+        torch.testing.assert_close(value, wanted, rtol=2e-5, atol=2e-6)
