@@ -329,9 +329,10 @@ def new_group(
     return group
 
 
-def cut(group: torch.distributed.ProcessGroup) -> None:
+def cut(group: torch.distributed.ProcessGroup) -> bool:
     """Ends, with an error, every wait of this process in ``group``, if its backend for host memory is gloo. The group
-    can't be used any more. Waits for some milliseconds itself.
+    can't be used any more. Waits for some milliseconds itself. Returns whether all of the group is gloo's, so that its
+    end waits for nothing.
 
     gloo's works have no abort, and ``ProcessGroup.abort`` does nothing there. Relies on gloo, which closes the
     connections of a group in which a receive has timed out (``UnboundBuffer::waitRecv`` of its TCP transport), and on
@@ -342,14 +343,15 @@ def cut(group: torch.distributed.ProcessGroup) -> None:
     try:
         backend: Any = group._get_backend(torch.device("cpu"))
     except RuntimeError:  # it has none
-        return
+        return False
     if backend.name() != "gloo" or os.environ.get("TORCH_GLOO_LAZY_INIT") == "1":
-        return
+        return False
     for peer in range(group.size()):
         if peer != group.rank():
             # RuntimeError: the time is over, and that cuts; or the connection to this rank is closed already
             with contextlib.suppress(RuntimeError):
                 group.recv([torch.empty(1, dtype=torch.uint8)], peer, _CUT_TAG).wait(timedelta(milliseconds=1))
+    return all(group._get_backend(device).name() == "gloo" for device in group._device_types)
 
 
 def timeout_of(group: torch.distributed.ProcessGroup, device_type: str) -> timedelta | None:

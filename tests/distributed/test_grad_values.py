@@ -58,7 +58,7 @@ def edit(param: Any) -> None:
     mask = (torch.arange(grad.numel()).reshape(grad.shape) % 3).to(grad.dtype)
     grad.clamp_(-0.5, 0.5).mul_(mask[:1] if grad.dim() > 1 else mask).add_(mask, alpha=0.01)
     torch._foreach_lerp_([grad], [grad.sign()], 0.01)
-    grad[grad.abs() > 0.4] = 0.25
+    grad.masked_fill_(grad.abs() > 0.4, 0.25)
     param.grad = torch.where(grad > 0, grad * 2, grad)
     param.grad.data = param.grad.data + 0.01
 

@@ -16,14 +16,14 @@ from zc.engine import owners, wire
 from zc.engine import weight_operations as weights
 from zc.engine.accumulators import Acc, Accumulators
 from zc.engine.memory_order import in_order
-from zc.engine.sums import sum_over_replicas, sum_rows, wait
+from zc.engine.sums import sum_over_replicas, sum_rows
 from zc.kernels import accumulate_cast as add_cast
 from zc.kernels import flatten_cast as overwrite
 from zc.kernels import matmul_into, rows_into, scatter_into
 from zc.kernels import reduce_rows as add_rows
 from zc.log import log
 from zc.planning.plan import Level, level_of
-from zc.ranks.journal import REDUCE
+from zc.ranks.journal import REDUCE, wait
 from zc.schedule import spec
 from zc.schedule.buffer import Buffer
 from zc.schedule.spec import Op, Spans

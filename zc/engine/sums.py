@@ -9,11 +9,10 @@ from einops import rearrange
 from torch import Tensor
 
 from zc.kernels import reduce_rows
-from zc.ranks.journal import GATHER_SUMS
+from zc.ranks.journal import GATHER_SUMS, wait
 
 if TYPE_CHECKING:
     from zc.ranks.group import Group
-    from zc.ranks.work import Work
 
 
 def sum_rows(rows: Tensor, out: Tensor, acc_dtype: torch.dtype) -> None:
@@ -37,7 +36,3 @@ def sum_over_replicas(replicas: Group, out: Tensor, sent: Tensor, bucket: int) -
     reduce_rows(pieces, piece, scale=1.0, add=False)
     wait(replicas.all_gather(out, piece, GATHER_SUMS, bucket))
 
-
-def wait(work: Work | None) -> None:
-    if work is not None:
-        work.wait()

@@ -12,10 +12,9 @@ from torch import Tensor
 
 from zc.engine import wire
 from zc.engine.accumulators import Accumulators
-from zc.engine.sums import wait
 from zc.log import log
 from zc.planning.plan import Level
-from zc.ranks.journal import GATHER
+from zc.ranks.journal import GATHER, wait
 from zc.schedule.spec import Spans
 
 # --- after an update ---

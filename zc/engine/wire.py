@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
-from zc.engine.sums import wait
 from zc.kernels._blocks import Blocks
 from zc.kernels.decode_blocks import add_blocks, sum_blocks
 from zc.kernels.encode_blocks import encode_blocks
 from zc.log import log
 from zc.planning.plan import Level
 from zc.planning.wire import Rows, own_row_to_gather, place_of, row_of, rows_to_gather, rows_to_reduce
-from zc.ranks.journal import GATHER, REDUCE
+from zc.ranks.journal import GATHER, REDUCE, wait
 from zc.schedule.buffer import Buffer
 
 if TYPE_CHECKING:

@@ -504,6 +504,7 @@ _OTHERS: dict[str, _Handler] = {
     "detach": _same,
     "detach_": _same,
     "alias": _same,
+    "positive": _same,
     "dot": _dot,
     "vdot": _dot,
     "equal": _equal,

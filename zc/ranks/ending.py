@@ -13,6 +13,7 @@ exit groups are cut, and the threads that waited in them are joined.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import threading
 import time
 import weakref
@@ -28,7 +29,8 @@ CUT_S = 5.0  # how long all threads together may take to end after their groups 
 # threads that may be in C++, with the group of the caller's that each waits in; None: it waits in groups of zc's alone
 _THREADS: weakref.WeakKeyDictionary[threading.Thread, dist.ProcessGroup | None] = weakref.WeakKeyDictionary()
 _GROUPS: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()  # zc's own
-# lifetime: forever. gloo's destructor waits for started collectives, which a lost rank never finishes.
+# lifetime: to the next `zc.compile`, of groups that can be cut. gloo's destructor waits for started collectives, which
+# a lost rank never finishes.
 _ABANDONED: list[dist.ProcessGroup] = []
 
 
@@ -48,8 +50,18 @@ def add_group(group: dist.ProcessGroup) -> None:
 
 
 def abandon(groups: Iterable[dist.ProcessGroup]) -> None:
-    """Keeps these groups of zc's for good: ranks are out of step or gone, and no exchange completes in them."""
+    """Keeps these groups of zc's: ranks are out of step or gone, and no exchange completes in them."""
     _ABANDONED.extend(groups)
+
+
+def close_abandoned() -> None:
+    """Closes the groups of models whose ranks were out of step or gone: whoever still waits there gets an error. A
+    program that has caught that error and compiles again would keep their threads and connections."""
+    for group in list(_ABANDONED):
+        if torch_private.cut(group):
+            _ABANDONED.remove(group)
+            with contextlib.suppress(ValueError):  # the program has destroyed all groups meanwhile
+                dist.destroy_process_group(group)
 
 
 def join(threads: Iterable[threading.Thread], seconds: float) -> None:

@@ -15,7 +15,7 @@ from zc.errors import RankLostError, RankMismatchError, ZcError
 if TYPE_CHECKING:
     from zc.planning.plan import Plan
     from zc.ranks.watch import Watch
-    from zc.ranks.work import Step
+    from zc.ranks.work import Step, Work
 
 FOLD = 4096  # exchanges of one update that a rank can still name
 TICK_S = 1.0  # between two looks of the watch; an exchange that takes longer is stalled
@@ -206,3 +206,9 @@ class Journal:
     def _raise_verdict(self) -> None:
         if self.has_failed:
             raise self.error()
+
+
+def wait(work: Work | None) -> None:
+    """Waits for an exchange. A group of one rank has none."""
+    if work is not None:
+        work.wait()

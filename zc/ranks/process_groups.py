@@ -47,6 +47,7 @@ class ProcessGroups:
     """The groups of one model. ``ranks``: their members, in the order of their ranks in the group."""
 
     def __init__(self, ranks: Sequence[int], backend: str) -> None:
+        ending.close_abandoned()
         world = dist.group.WORLD
         assert world is not None, "a process group is initialised"
         self._ranks, self._backend, self._world = tuple(ranks), backend, weakref.ref(world)
@@ -110,7 +111,7 @@ class ProcessGroups:
             return
 
     def abandon(self) -> None:
-        """Keeps all groups open for good, because ranks are out of step or gone."""
+        """Keeps all groups open until the next `zc.compile`, because ranks are out of step or gone."""
         ending.abandon(opened.group for opened in self._open.values())
         self._open.clear()
 
