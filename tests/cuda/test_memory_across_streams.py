@@ -117,6 +117,40 @@ def test_two_ranks_and_a_model_that_is_dropped(stage: int, overlap_gather: bool)
     assert run_ranks(_dropped, 2, stage, overlap_gather) == [[], []]
 
 
+@pytest.mark.filterwarnings("ignore:zc. stage=3. code that is not compiled")
+@pytest.mark.parametrize("how", ["without gradients", "dropped", "penalty"])
+def test_weights_that_one_stream_made_whole_and_another_reads(how: str, gpu: Gpu) -> None:
+    """Stage 3: they are freed at the end of a forward without gradients, with the model, or at the update."""
+    side = Stream(gpu, "side")
+    model = nn.ModuleList([nn.Linear(8, 8) for _ in range(2)])  # one bucket
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        side.wait_stream(gpu.home)
+        with gpu.on(side):
+            one = model[0](x)
+        other = model[1](x) if how != "penalty" else 0.0
+        gpu.home.wait_stream(side)
+        one.record_stream(gpu.home)
+        return one + other
+
+    model.forward = forward
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    zc.compile(model, optimizer, stage=3, backend="eager")
+    with torch.set_grad_enabled(how != "without gradients"):
+        out = model(torch.ones(2, 8))
+    if how == "penalty":
+        (out.sum() + sum(p.square().sum() for p in model[1].parameters())).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    dropped = weakref.ref(zc.registry.sharded(model).runtime)
+    del model, optimizer, out, forward
+    for _ in range(2):
+        gc.collect()
+    assert dropped() is None
+    gpu.sweep()
+    assert not gpu.errors, gpu.errors
+
+
 def test_the_recorder_sees_memory_that_is_given_away(gpu: Gpu) -> None:
     """The control: used on another stream, ordered or not, told or not."""
     side = Stream(gpu, "side")
