@@ -68,6 +68,7 @@ class WholeParams(Part):
                 flat = self.gathered_once(index, is_exact=is_exact)
                 if not is_exact and core.plan.encodes_weights(core.plan.bucket(index)):
                     self._encoded[index] = flat
+                    core.buffers.encoded[:] = self._encoded.values()
                 with torch.inference_mode(False), torch.no_grad(), torch_private.without_torch_function():
                     for slot, param in core.params_in(core.plan.bucket(index)):
                         self._empty[slot.name] = give_bytes(param)
@@ -188,12 +189,12 @@ class WholeParams(Part):
             items = list(core.params_in(core.plan.bucket(index)))
             with torch.inference_mode(False), torch_private.without_torch_function():
                 # it was made whole on some stream, and read on any that main comes after
-                core.streams.hand_to_main([param for _, param in items])
+                core.streams.hand_to_main([*(param for _, param in items), self._encoded.pop(index, None)])
                 for slot, param in items:
                     param.data = self._empty.pop(slot.name)
             self.buckets.discard(index)
             self._lent.discard(index)
-            self._encoded.pop(index, None)
+        core.buffers.encoded[:] = self._encoded.values()
 
     def _saved(self) -> set[int]:
         """The whole buckets that a backward may still read: autograd has saved a parameter itself, not a view of it."""
