@@ -87,7 +87,7 @@ def _is_reduced(node: fx.Node, sources: Sequence[fx.Node]) -> bool:
     value, storages = node.meta.get("val"), {source.meta.get("storage") for source in sources}
     if not isinstance(value, torch.Tensor) or node.meta.get("storage") in storages - {None}:
         return False
-    return REDUCED * value.numel() <= sum(source.meta["val"].numel() for source in dict.fromkeys(sources))
+    return bool(REDUCED * value.numel() <= sum(source.meta["val"].numel() for source in dict.fromkeys(sources)))
 
 
 def _is_size(node: fx.Node) -> bool:

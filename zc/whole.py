@@ -18,11 +18,13 @@ def whole_parameters(model: nn.Module) -> Iterator[None]:
     """All parameters have all their bytes inside, on every rank: to evaluate, average, export or change weights.
 
     All ranks enter it together, between two updates, and hold the whole model meanwhile. What is written into
-    parameters inside, the same on all ranks, goes to the shards and the masters at the end. In stages 1 and 2, where
-    parameters are always whole, it does nothing.
+    parameters inside, the same on all ranks, goes to the shards and the masters at the end. Tensors that share their
+    memory, such as those of ``model.state_dict()``, keep the values of that moment. In stages 1 and 2, where parameters
+    are always whole, it does nothing.
 
     Raises:
-        ZcError: ``optimizer.step()`` was called inside. RankMismatchError: not all ranks have entered it.
+        ZcError: ``optimizer.step()`` was called inside; or a parameter was given a tensor of another shape or dtype,
+            and its shards stay as they were. RankMismatchError: not all ranks have entered it.
     """
     weights = sharded(model).runtime.weights
     if isinstance(weights, ShardedWeights):
