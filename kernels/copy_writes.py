@@ -48,7 +48,7 @@ def copy_writes(master: Tensor, weights: Tensor, before: Tensor | None = None) -
             old = before[start : start + length]
         else:
             old = master_piece if master.dtype == weights.dtype else rounded[:length].copy_(master_piece)
-        if not _same_bits(old, piece):
+        if not same_bits(old, piece):
             _copy_where(master_piece, piece, old)
 
 
@@ -59,9 +59,10 @@ def _copy_where(master: Tensor, weights: Tensor, old: Tensor) -> None:
     torch.where(old.view(bits).ne(weights.view(bits)), weights.to(master.dtype), master, out=master)
 
 
-def _same_bits(one: Tensor, other: Tensor) -> bool:
-    """As few words as possible: torch.equal takes the same time for a word of 8 bytes as for one of 2."""
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether two flat tensors of one dtype are equal bit by bit; of a device the host waits for it. As few words as
+    possible: torch.equal takes the same time for a word of 8 bytes as for one of 2."""
     offsets = (tensor.storage_offset() * tensor.element_size() for tensor in (one, other))
     is_whole = not any(nbytes % 8 for nbytes in (one.nbytes, *offsets))  # else view() refuses
-    width = 8 if is_whole else one.element_size()
-    return torch.equal(one.view(_BITS[width]), other.view(_BITS[width]))
+    bits = _BITS[8] if is_whole else _BITS.get(one.element_size(), torch.uint8)
+    return torch.equal(one.view(bits), other.view(bits))

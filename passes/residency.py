@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 from torch import fx
 
 from zc.planning.layout import ALIGN_NBYTES
-from zc.planning.plan import MOVED, Plan
+from zc.planning.plan import Plan
 from zc.schedule.buffer import MAIN, Buffer
 from zc.schedule.nodes import item_of, results, stream_of
 from zc.schedule.spec import Cast, Deposit, FreeWeights, GatherWeights, Op, ReadWeights, Segment, TakeWeights
@@ -149,9 +149,9 @@ class _Windows:
         for item in results(node):
             if item_of(item) >= len(op.places):
                 self.faults.append(f"%{item.name} is item {item_of(item)} of {node.name}, which has {len(op.places)}")
-        names = {b.index: [s.name for s in b.slots] for b in plan.with_weights}
+        slots = {b.index: b.slots for b in plan.with_weights}
         for bucket, slot in op.places:
-            if not (bucket in names and 0 <= slot < len(names[bucket]) and names[bucket][slot] != MOVED):
+            if not (bucket in slots and 0 <= slot < len(slots[bucket]) and not slots[bucket][slot].is_left):
                 self.faults.append(f"{node.name} takes bucket {bucket}, slot {slot}: the plan has no such parameter")
 
     def _check_inputs(self, node: fx.Node, op: Op | None, params: dict[fx.Node, tuple[int, int]]) -> None:

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zc import guards, torch_private
 from zc.checkpoint import state_marks, stock_state
-from zc.checks import check_initialized, is_on_cpu
+from zc.checks import check_initialized, is_on_cpu, left_to_ranks
 from zc.compiler import backend as compiler
 from zc.compiler.blocks import Blocks, Context, compile_blocks
 from zc.config import OPTIONS
@@ -202,8 +202,9 @@ def _make_runtime(request: Request, ranks: Group) -> Runtime:
 
 def _make_buffer_sync(model: nn.Module, runtime: Runtime) -> BufferSync | None:
     """Copies rank 0's buffers to the others before a forward; None if the option or the model needs no such copies."""
-    is_needed = runtime.config.broadcast_buffers and has_buffers(model) and runtime.group.world_size > 1
-    return BufferSync(model, runtime) if is_needed else None
+    own = left_to_ranks(model)
+    is_needed = runtime.config.broadcast_buffers and has_buffers(model, own) and runtime.group.world_size > 1
+    return BufferSync(model, runtime, own) if is_needed else None
 
 
 def make_call(module: nn.Module, runtime: Runtime, sync: BufferSync | None = None) -> Callable[..., Any] | None:
@@ -272,10 +273,12 @@ def _compile_blocks(model: nn.Module, runtime: Runtime) -> None:
     elif runtime.plan.overlap_gather:
         context = runtime.weights.waits.block
     make_backend = partial(compiler.make_backend, runtime, Blocks(weakref.proxy(runtime), kinds))
-    compile_blocks(model, kinds, make_backend, guards.install_call, dynamic, context)
+    places = compile_blocks(model, kinds, make_backend, guards.install_call, dynamic, context)
     runtime.outside_blocks = matrices_around(model, kinds)
     singles = find_singles(model, kinds) if runtime.plan.sharded else []
-    compile_blocks(model, singles, partial(compiler.make_backend, runtime), guards.install_call, dynamic, context)
+    make_backend = partial(compiler.make_backend, runtime)
+    places += compile_blocks(model, singles, make_backend, guards.install_call, dynamic, context)
+    runtime.block_places = places
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +27,13 @@ _WRAPPERS = {
 
 # the dtypes of frozen parameters in shards: every process group can gather these
 _GATHERED = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.uint8)
+
+
+def left_to_ranks(model: nn.Module) -> frozenset[str]:
+    """The parameters and buffers that the program has told DistributedDataParallel to ignore
+    (``_set_params_and_buffers_to_ignore_for_model``): each rank has its own."""
+    told = torch_private.told_ddp(model)
+    return frozenset(getattr(told, "names", told))
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -60,11 +67,23 @@ def check_model(model: nn.Module) -> dict[str, nn.Parameter]:
             f"{type(model).__name__} has no trainable parameter (requires_grad is False for all): "
             "call requires_grad_(True) on those that shall train"
         )
+    check_shared(model, params)
     _check_tensors(params)
     _check_sparse(model)
     _check_devices(params)
     _check_storages(params)
     return params
+
+
+def check_shared(model: nn.Module, params: Iterable[str]) -> None:
+    """Raises PlanError for a parameter that trains on each rank by itself."""
+    for name in sorted(left_to_ranks(model).intersection(params)):
+        raise PlanError(
+            f"parameter {name} is one that DistributedDataParallel was told to ignore "
+            "(_ddp_params_and_buffers_to_ignore), so it would train on each rank by itself, and zc averages the "
+            "gradients of all that train: take it out of that list, or freeze it and update it by hand. Frozen ones "
+            "and buffers in that list stay each rank's own"
+        )
 
 
 def check_optimizers(model: nn.Module, params: Mapping[str, nn.Parameter], optimizers: Sequence[Optimizer]) -> None:
@@ -160,11 +179,11 @@ def _check_storages(params: dict[str, nn.Parameter]) -> None:
 def shardable(model: nn.Module, params: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
     """The frozen parameters of ``model`` that can lie in shards: plain dense ones on the device of ``params``, the
     trainable ones, that share their storage with no other parameter. The rest stays whole on every rank."""
-    device = next(iter(params.values())).device
+    device, own = next(iter(params.values())).device, left_to_ranks(model)
     plain = {
         name: param
         for name, param in model.named_parameters()
-        if type(param.data) is torch.Tensor and param.layout == torch.strided
+        if name not in own and type(param.data) is torch.Tensor and param.layout == torch.strided
     }
     num_owners = Counter(_storage_of(param) for param in plain.values())
     return {
@@ -187,9 +206,10 @@ def _check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
                 f"the optimizer holds a parameter of shape {tuple(param.shape)} (its number {k}) that the model lacks: "
                 "make the optimizer from model.parameters(), after the model has been moved and cast"
             )
-    if not all(_is_fresh(state) for state in optimizer.state.values()):
+    by_param = [state for key, state in optimizer.state.items() if not isinstance(key, str)]
+    if not all(map(_is_fresh, by_param)):
         raise PlanError(
-            f"the {type(optimizer).__name__} has state for {len(optimizer.state)} parameters already, of steps without "
+            f"the {type(optimizer).__name__} has state for {len(by_param)} parameters already, of steps without "
             "zc (DDP's, say): give zc.compile a fresh optimizer, then load the state of the old one by "
             'zc.load_state_dict(model, optimizer, {"model": model.state_dict(), "optimizer": old.state_dict()})'
         )

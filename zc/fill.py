@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from zc import torch_private
+from zc.checks import left_to_ranks
 from zc.engine.absent import without_bytes
 from zc.engine.memory_order import flattened, in_shape
 from zc.engine.sharded_weights import ShardedWeights
@@ -21,13 +22,21 @@ if TYPE_CHECKING:
 
 
 @torch.no_grad()
-def broadcast_rest(model: nn.Module, params: Mapping[str, nn.Parameter], ranks: Group) -> None:
-    """Gives all ranks rank 0's buffers, and its parameters that are not among ``params``, which have buckets."""
-    in_buckets = {id(p) for p in params.values()}
-    for tensor in [*(p for p in model.parameters() if id(p) not in in_buckets), *model.buffers()]:
-        values = tensor.detach().contiguous()
+def broadcast(tensors: Iterable[Tensor], ranks: Group) -> None:
+    """Gives all ranks rank 0's values of these tensors."""
+    for tensor in tensors:
+        # what travels are bytes, and those of a conjugate or negative view are others
+        values = tensor.detach().resolve_conj().resolve_neg().contiguous()
         ranks.broadcast_(values)
         tensor.copy_(values)
+
+
+def broadcast_rest(model: nn.Module, params: Mapping[str, nn.Parameter], ranks: Group) -> None:
+    """Gives all ranks rank 0's buffers, and its parameters that are not among ``params``, which have buckets; not
+    those that the program leaves to each rank."""
+    in_buckets, own = {id(p) for p in params.values()}, left_to_ranks(model)
+    rest = {n: p for n, p in model.named_parameters() if id(p) not in in_buckets}
+    broadcast([tensor for n, tensor in (*rest.items(), *model.named_buffers()) if n not in own], ranks)
 
 
 @torch.no_grad()

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from zc import torch_private
+from zc.engine.names import Names
 from zc.engine.sharded_weights import ShardedWeights
 from zc.errors import PlanError, ZcError
 from zc.optim.sharded_grad import ShardedGrad
@@ -40,7 +41,10 @@ _TEXT = (
 
 
 class _Mark:
-    """Marks a compiled model, in its ``__dict__``."""
+    """Marks a compiled model, in its ``__dict__``, and lives as long as the model."""
+
+    def __init__(self, names: Names) -> None:
+        self._names = names
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         return None
@@ -64,7 +68,11 @@ class Instead:
 
 
 class NotForDDP:
-    """Raises when DistributedDataParallel reads it, which it does first. Copies of the model may go into DDP."""
+    """Raises when DistributedDataParallel reads it, which it does first. Copies of the model may go into DDP.
+    ``names``: what DDP is told to leave to each rank."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self.names = tuple(names)
 
     def __iter__(self) -> Iterator[NoReturn]:
         raise PlanError(
@@ -73,7 +81,7 @@ class NotForDDP:
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return frozenset, ()
+        return frozenset, (self.names,)
 
 
 class NoSync:
@@ -92,10 +100,10 @@ class NoSync:
 
 def install(model: nn.Module, runtime: Runtime) -> None:
     """Installs the guards; `remove` removes them."""
-    setattr(model, _NAME, _Mark())
+    remember_names(model, runtime)
     of_runtime = weakref.ref(runtime)
     torch_private.set_apply(model, Instead(model, "_apply", partial(_apply, weakref.ref(model), of_runtime)))
-    torch_private.tell_ddp(model, NotForDDP())
+    torch_private.tell_ddp(model, NotForDDP(torch_private.told_ddp(model)))
     if not hasattr(model, "no_sync"):
         vars(model)["no_sync"] = NoSync(runtime)
     weights = runtime.weights
@@ -109,11 +117,21 @@ def install(model: nn.Module, runtime: Runtime) -> None:
             vars(module)["flatten_parameters"] = Instead(module, "flatten_parameters", call)
 
 
+def remember_names(model: nn.Module, runtime: Runtime) -> None:
+    """From now on a boundary refuses parameters that have replaced the present ones."""
+    names = Names(model, runtime.placed)
+    setattr(model, _NAME, _Mark(names))
+    runtime.names = weakref.ref(names)
+
+
 def remove(model: nn.Module) -> None:
     """Removes everything that `install` and `install_call` added to the model."""
+    told = torch_private.told_ddp(model)
     for module in model.modules():
         for name in [n for n, value in vars(module).items() if isinstance(value, (_Mark, Instead, NoSync, NotForDDP))]:
             del vars(module)[name]
+    if isinstance(told, NotForDDP) and told.names:
+        torch_private.tell_ddp(model, told.names)
 
 
 def install_call(block: nn.Module, call: Callable[..., Any]) -> None:

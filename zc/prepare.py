@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from zc import kernels
-from zc.checks import check_model, check_module, check_optimizers, owners_of, shardable
+from zc.checks import check_model, check_module, check_optimizers, left_to_ranks, owners_of, shardable
 from zc.config import Config
 from zc.devices import is_cuda
 from zc.engine import param_grads
@@ -168,10 +168,13 @@ def fingerprint(model: nn.Module, config: Config, assignment: Assignment) -> lis
     optimizers = [f"optimizer {k}: {type(each).__name__}, {rule}" for k, (each, rule) in enumerate(kinds)]
     owners = [f"{name} of optimizer {number}" for name, number in assignment.owners.items()]
     options = [f"{k}={v}" for k, v in vars(config).items() if k not in ("dump_dir", "offload_dir")]
-    params = []
+    own = left_to_ranks(model)
+    params = [f"left to each rank: {name}" for name in sorted(own)]
     for name, param in model.named_parameters():
+        if name in own:
+            continue
         strides = own_strides(param.shape, param.stride())
         order = f" strides={strides}" if strides is not None else ""
         params.append(f"{name} {tuple(param.shape)} {param.dtype} requires_grad={param.requires_grad}{order}")
-    buffers = [f"buffer {n} {tuple(b.shape)} {b.dtype}" for n, b in model.named_buffers()]
+    buffers = [f"buffer {n} {tuple(b.shape)} {b.dtype}" for n, b in model.named_buffers() if n not in own]
     return options + optimizers + params + (owners if len(optimizers) > 1 else []) + buffers

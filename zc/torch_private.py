@@ -503,6 +503,14 @@ def places_of_params(module: nn.Module) -> list[tuple[dict[str, Any], str, nn.Pa
     ]
 
 
+def registered_in(model: nn.Module) -> list[dict[str, Any]]:
+    """The dicts in which a module and its children have children and parameters by name, without empty ones.
+    (``Module._modules`` and ``Module._parameters``, each one object for the module's life; 1.0 to 2.15. Those of a
+    ScriptModule are no dicts, and left out.)"""
+    dicts = (part for module in model.modules() for part in (module._modules, module._parameters))
+    return [part for part in dicts if part and isinstance(part, dict)]
+
+
 def call_after(before: Callable[[], None], call: Callable[..., Any]) -> Callable[..., Any]:
     """A function that calls ``before``, which is not compiled, and then ``call``."""
     ahead = torch.compiler.disable(before)  # type: ignore[no-untyped-call]
@@ -602,6 +610,12 @@ def tell_ddp(module: nn.Module, names: Iterable[str]) -> None:
     vars(module)["_ddp_params_and_buffers_to_ignore"] = names
 
 
+def told_ddp(module: nn.Module) -> Iterable[str]:
+    """What `tell_ddp` or the program has told it; empty for nothing."""
+    names: Iterable[str] = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+    return names
+
+
 def guard_identity(gm: fx.GraphModule, names: Sequence[str | None]) -> None:
     """Without it one compiled graph may serve several module instances. Ours belongs to the very parameters in
     ``names``, and so do the modules through which the compiled function reaches them.
@@ -682,6 +696,20 @@ def keeps_graph() -> bool:
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
+def before_double_backward(call: Callable[[], None]) -> None:
+    """Calls ``call`` before autograd differentiates the compiled backward that runs now, which AOTAutograd refuses. To
+    be called inside it, if it keeps its graph.
+
+    Relies on AOTAutograd running a backward with ``create_graph`` in the forward of an autograd function, whose node is
+    its local variable ``double_ctx`` (2.11 to 2.15).
+    """
+    frame = inspect.currentframe()
+    while frame is not None and (frame.f_code.co_name != "forward" or "double_ctx" not in frame.f_code.co_varnames):
+        frame = frame.f_back
+    if frame is not None:
+        frame.f_locals["double_ctx"].register_prehook(lambda _: call())
+
+
 def forward_metadata() -> Any:
     """AOTAutograd's metadata of the forward that is compiled, or None. (``TracingContext.fw_metadata``, 2.11 to
     2.15.)"""
@@ -713,6 +741,13 @@ def written_inputs() -> list[int]:
     metadata = forward_metadata()
     inputs = [] if metadata is None else enumerate(metadata.input_info)
     return [k for k, info in inputs if info.mutates_data or info.mutates_storage_metadata]
+
+
+def num_forward_outputs() -> int | None:
+    """How many outputs of a forward graph come before those that its backward gets, inside an inner compiler.
+    (``TracingContext.fw_metadata.num_forward``, 2.11 to 2.15.)"""
+    metadata = forward_metadata()
+    return None if metadata is None else int(metadata.num_forward)
 
 
 def returned_inputs() -> list[int]:

@@ -19,11 +19,13 @@ def whole_parameters(model: nn.Module) -> Iterator[None]:
 
     All ranks enter it together, between two updates, and hold the whole model meanwhile. Where ranks make other numbers
     of backwards, those that have made theirs wait for the others. What is written into parameters inside, the same on
-    all ranks, goes to the shards and the masters at the end. In stages 1 and 2, where parameters are always whole, it
+    all ranks, goes to the shards and the masters at the end. Tensors that share their memory, such as those of
+    ``model.state_dict()``, keep the values of that moment. In stages 1 and 2, where parameters are always whole, it
     does nothing.
 
     Raises:
-        ZcError: ``optimizer.step()`` was called inside. RankMismatchError: not all ranks have entered it.
+        ZcError: ``optimizer.step()`` was called inside; or a parameter was given a tensor of another shape or dtype,
+            and its shards stay as they were. RankMismatchError: not all ranks have entered it.
     """
     runtime = sharded(model).runtime
     weights = runtime.weights

@@ -110,11 +110,11 @@ def adversarial(s: Script) -> None:
         s.update()
 
 
-DOUBLE = {"compiled": "RuntimeError: torch.compile with aot_autograd does not currently support double backward"}
+DOUBLE = {"compiled": 'ZcError: zc.compile(..., backend="eager") trains it'}
 
 
 @row(2, "a gradient penalty (double backward)", make=lambda: nn.Sequential(nn.Linear(16, 16), nn.Tanh(),
-     nn.Linear(16, 16)), refused=DOUBLE, note="torch's own, with and without zc: use backend='eager'")  # fmt: skip
+     nn.Linear(16, 16)), refused=DOUBLE, note="torch.compile's own limit, with and without zc")  # fmt: skip
 def gradient_penalty(s: Script) -> None:
     for step in range(3):
         x, y = s.batch(step)

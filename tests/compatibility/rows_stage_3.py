@@ -11,6 +11,7 @@ _ERRORS = {
     _BYTES: (
         "torch.func.functional_call with other values (a look ahead)",
         "param.data = other after zc.compile",
+        "param.data = other of another shape after zc.compile",
         "fp16 overflow in one element of one rank: no rank steps",
         "bf16 parameters changed by hand between steps",
         "param.data.clamp_ after each step (WGAN)",
@@ -24,7 +25,6 @@ _ERRORS = {
         "overlap_gather: fp16 overflow in one element of one rank",
         "overlap_gather: parameters read right after step()",
         "overlap_gather: parameters written right after step()",
-        "sharpness-aware minimisation: weights move up, a second backward, weights move back",
         "slow weights every second step (lookahead), an average by _foreach_lerp_",
     ),
     "ZcError: its bytes lie in shards": ("model.to(dtype) after zc.compile",),
@@ -35,6 +35,7 @@ _COMPILED_ERRORS = {
         "clipping by parameter (AGC) over param_groups",
         "a norm read before a GradScaler's step that one rank's overflow skips",
         "losses weighted by learned scalars in the loop",
+        "sharpness-aware minimisation: weights move up, a second backward, weights move back",
     ),
     ": compiled code of the forward writes parameter": (
         "an embedding with max_norm, the same tokens on all ranks",

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import rows_absent_reads
 import rows_backward
+import rows_buffers_written
 import rows_checkpointing
 import rows_clearing
 import rows_compiled_loops
@@ -25,6 +26,7 @@ import rows_overlap
 import rows_param_grad
 import rows_params
 import rows_precision
+import rows_replaced
 import rows_several
 import rows_several_models
 import rows_shard_frozen
@@ -49,9 +51,10 @@ from zc.registry import COMPILED
 
 TABLE = (
     rows_tasks, rows_updates, rows_clearing, rows_backward, rows_structure, rows_several_models, rows_conv,
-    rows_params, rows_absent_reads, rows_unfreezing, rows_precision, rows_checkpointing, rows_param_grad,
-    rows_grad_values, rows_optimizers, rows_optimizer_params, rows_dropped_gradients, rows_unequal_ranks, rows_overlap,
-    rows_several, rows_unforeseen, rows_shard_frozen, rows_stage_3_writes, rows_compiled_loops,
+    rows_buffers_written, rows_params, rows_absent_reads, rows_replaced, rows_unfreezing, rows_precision,
+    rows_checkpointing, rows_param_grad, rows_grad_values, rows_optimizers, rows_optimizer_params,
+    rows_dropped_gradients, rows_unequal_ranks, rows_overlap, rows_several, rows_unforeseen, rows_shard_frozen,
+    rows_stage_3_writes, rows_compiled_loops,
 )  # fmt: skip
 
 

@@ -117,6 +117,44 @@ def test_two_ranks_and_a_model_that_is_dropped(stage: int, overlap_gather: bool)
     assert run_ranks(_dropped, 2, stage, overlap_gather) == [[], []]
 
 
+class Branches(nn.ModuleList):
+    """Two layers on two streams; all of their weights are in one bucket."""
+
+    def forward(self, x: torch.Tensor, gpu: Gpu, side: Stream, both: bool) -> torch.Tensor:
+        side.wait_stream(gpu.home)
+        with gpu.on(side):
+            one: torch.Tensor = self[0](x)
+        other = self[1](x) if both else 0.0
+        gpu.home.wait_stream(side)
+        one.record_stream(gpu.home)  # type: ignore[arg-type]
+        return one + other
+
+
+def _read_on_two_streams(gpu: Gpu, how: str) -> weakref.ref[object]:
+    model = Branches(nn.Linear(8, 8) for _ in range(2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    zc.compile(model, optimizer, stage=3, backend="eager")
+    with torch.set_grad_enabled(how != "without gradients"):
+        out = model(torch.ones(2, 8), gpu, Stream(gpu, "side"), how != "penalty")
+    if how == "penalty":
+        (out.sum() + sum(p.square().sum() for p in model[1].parameters())).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return weakref.ref(zc.registry.sharded(model).runtime)
+
+
+@pytest.mark.filterwarnings("ignore:zc. stage=3. code that is not compiled")
+@pytest.mark.parametrize("how", ["without gradients", "dropped", "penalty"])
+def test_weights_that_one_stream_made_whole_and_another_reads(how: str, gpu: Gpu) -> None:
+    """Stage 3: they are freed at the end of a forward without gradients, with the model, or at the update."""
+    dropped = _read_on_two_streams(gpu, how)
+    for _ in range(2):
+        gc.collect()
+    assert dropped() is None
+    gpu.sweep()
+    assert not gpu.errors, gpu.errors
+
+
 def test_the_recorder_sees_memory_that_is_given_away(gpu: Gpu) -> None:
     """The control: used on another stream, ordered or not, told or not."""
     side = Stream(gpu, "side")

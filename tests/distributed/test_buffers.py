@@ -27,7 +27,7 @@ import zc
 
 class Codebook(nn.Module):
     """Buffers that a forward reads and updates: an average, a bool and an int64, one that is not saved, one that is
-    replaced by a new tensor."""
+    replaced by a new tensor, complex ones, a lazily conjugated view and a lazily negated one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,11 +37,14 @@ class Codebook(nn.Module):
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
         self.register_buffer("wide", torch.zeros(5, dtype=torch.float64), persistent=False)
         self.register_buffer("replaced", torch.zeros(7))
+        self.register_buffer("complex", torch.zeros(2, dtype=torch.complex64))
+        self.register_buffer("conjugate", torch.zeros(2, dtype=torch.complex64).conj())
+        self.register_buffer("negative", torch.zeros(2, dtype=torch.complex64).conj().imag)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        # nothing after it that a backward would compute again from the changed buffer, as torch 2.13 does
+        x = self.first(x) * (1 + self.mean)  # a compiled backward computes the factor again
         y = self.last(F.gelu(x)) + 0.1 * (self.mean + self.replaced.sum() + self.wide.mean().float())
+        y = y + 0.1 * (self.complex.imag.sum() - self.conjugate.imag.sum() + self.negative.sum())
         if self.training:
             detached = x.detach()
             self.mean.mul_(0.5).add_(detached.mean(0))
@@ -49,6 +52,9 @@ class Codebook(nn.Module):
             self.calls.add_(1)
             self.wide.add_(detached.mean())
             self.replaced = self.replaced + 0.01 * detached.mean()
+            for turned in (self.complex, self.conjugate):
+                turned.add_(torch.complex(detached.mean(), detached.std()))
+            self.negative.add_(detached.std())
         return y
 
 
@@ -208,3 +214,58 @@ def _other_shapes(rank: int, world_size: int) -> str:
 def test_buffers_of_other_shapes_are_named_on_all_ranks() -> None:
     for text in run_ranks(_other_shapes, 2, timeout=60.0):
         assert "replaced is (9,)" in text and "broadcast_buffers=False" in text
+
+
+class Own(nn.Module):
+    """A buffer and a frozen parameter that differ from rank to rank, each beside one that does not."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(16, 16), nn.BatchNorm1d(16)
+        self.frozen = nn.Linear(16, 16).requires_grad_(False)
+        self.register_buffer("number", torch.full((16,), float(rank)))
+        with torch.no_grad():
+            self.frozen.bias.fill_(rank)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.frozen(self.norm(self.layer(x))) + self.number
+        self.number += 1
+        return y
+
+
+IGNORED = ["number", "frozen.bias", "norm.running_mean"]
+
+
+def _left_to_ranks(rank: int, world_size: int, stage: int) -> list[str]:
+    def trained(model: Own, call: Callable[[Tensor], Tensor], optimizer: SGD) -> dict[str, Tensor]:
+        for step in range(3):
+            x, y = _batch(rank, step, 0)
+            F.mse_loss(call(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return {name: value.clone() for name, value in model.state_dict().items() if name in IGNORED}
+
+    models = []
+    for _ in range(2):
+        torch.manual_seed(rank)
+        models.append(Own(rank))
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(models[-1], IGNORED)
+    plain, model = models
+    optimizer = SGD(plain.parameters(), lr=0.1)
+    wanted = trained(plain, DistributedDataParallel(plain), optimizer)
+    inner = SGD(model.parameters(), lr=0.1)
+    zc.compile(model, inner, backend="eager", stage=stage)
+    torch.testing.assert_close(trained(model, model, inner), wanted, rtol=1e-5, atol=1e-6)
+    zc.close(model)
+    texts = [", ".join(model._ddp_params_and_buffers_to_ignore)]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["layer.weight"])
+    with pytest.raises(zc.PlanError) as error:
+        zc.compile(model, SGD(model.parameters(), lr=0.1), backend="eager", stage=stage)
+    return [*texts, str(error.value)]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_what_ddp_is_told_to_ignore_stays_each_ranks_own(stage: int) -> None:
+    for told, error in run_ranks(_left_to_ranks, 2, stage):
+        assert told == ", ".join(IGNORED), "the program's own list is there again"
+        assert "layer.weight" in error and "DistributedDataParallel was told to ignore" in error

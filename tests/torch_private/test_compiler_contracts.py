@@ -131,6 +131,17 @@ def test_a_block_is_left_out_of_the_graph_around_it_and_one_graph_serves_all_blo
     assert seen[0] is other and own[name] is weight
 
 
+@contract("registered_in", "Module._modules and _parameters, each one dict for the module's life")
+def test_a_replaced_child_or_parameter_shows_in_the_dicts_of_before() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    children, weights = torch_private.registered_in(model)
+    model[0].weight = weight = nn.Parameter(torch.zeros(2, 2))
+    model.append(nn.ReLU())
+    assert weights["weight"] is weight and list(children.values()) == list(model)
+    model[0] = child = nn.Linear(2, 2)
+    assert children["0"] is child
+
+
 @contract("compiled_call call_after call_inside plain_call call_instead", "Module._compiled_call_impl or _call_impl")
 def test_a_module_calls_what_was_compiled(traced: Traced) -> None:
     model, seen = Net(), []
@@ -265,6 +276,51 @@ def test_a_backend_s_own_error_is_not_wrapped(error: type[Exception], comes_as: 
         torch_private.compiled_call(nn.Linear(2, 2), backend)(torch.ones(1, 2))
     with pytest.raises(comes_as, match="not this graph"):
         torch_private.compiled_block_call(backend)(nn.Linear(2, 2), torch.ones(1, 2))
+
+
+@contract("before_double_backward", "double_ctx of the function in which AOTAutograd runs a backward with create_graph")
+def test_a_call_comes_before_the_backward_of_a_compiled_backward() -> None:
+    def refuse() -> None:
+        raise ValueError("none")
+
+    def hook(gm: fx.GraphModule, inputs: list[Any], **kwargs: Any) -> Any:
+        def run(args: list[Any]) -> Any:
+            if kwargs.get("is_backward"):
+                torch_private.before_double_backward(refuse)
+            return gm(*args)
+
+        return torch_private.boxed(run)
+
+    torch._dynamo.reset()
+    x = torch.ones(3, requires_grad=True)
+    compiled = torch.compile(torch.sin, backend=lambda gm, inputs: torch_private.compile_graph(gm, inputs, hook, {}))
+    compiled(x).sum().backward(retain_graph=True)
+    (grad,) = torch.autograd.grad(compiled(x).sum(), [x], create_graph=True)
+    with pytest.raises(ValueError, match="none"):
+        grad.sum().backward()
+
+
+@contract("written_inputs num_forward_outputs", "fw_metadata.input_info[i].mutates_data or num_forward")
+def test_which_inputs_a_forward_writes_and_which_outputs_its_backward_gets() -> None:
+    seen: list[Any] = []
+
+    def hook(gm: fx.GraphModule, inputs: list[Any], **kwargs: Any) -> Any:
+        if not kwargs.get("is_backward"):
+            seen.append((torch_private.written_inputs(), torch_private.num_forward_outputs(), gm.graph.output_node()))
+        return torch_private.boxed(lambda args: gm(*args))
+
+    def backend(gm: fx.GraphModule, inputs: list[Any]) -> Any:
+        return torch_private.compile_graph(gm, inputs, hook, {})
+
+    def forward(x: Tensor, state: Tensor) -> Tensor:
+        y = x * (state + 1)
+        state.add_(1)
+        return y
+
+    torch._dynamo.reset()
+    torch.compile(forward, backend=backend)(torch.ones(3, requires_grad=True), torch.ones(3))
+    ((written, first, output),) = seen
+    assert len(written) == 1 and len(output.args[0][first:]) == 1, "it writes the state, and saves one factor"
 
 
 @contract("keeps_graph", "torch._C._autograd._get_current_graph_task_keep_graph")

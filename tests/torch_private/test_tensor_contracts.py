@@ -227,7 +227,7 @@ def test_what_moves_a_module() -> None:
     assert seen == [torch.float64, torch.float16, torch.float32] and model[0].weight.dtype == torch.float32
 
 
-@contract("tell_ddp", "_ddp_params_and_buffers_to_ignore, which DDP's constructor reads")
+@contract("tell_ddp told_ddp", "_ddp_params_and_buffers_to_ignore, which DDP's constructor reads")
 def test_ddp_goes_through_what_it_is_told() -> None:
     if torch.distributed.is_initialized():
         pytest.skip("a process group of another test is open")
@@ -244,7 +244,7 @@ def test_ddp_goes_through_what_it_is_told() -> None:
             nn.parallel.DistributedDataParallel(model)
         torch_private.tell_ddp(model, ["weight"])
         ignored = nn.parallel.DistributedDataParallel(model).parameters_to_ignore
-        assert ignored == {"weight"}
+        assert ignored == {"weight"} and torch_private.told_ddp(model) == ["weight"]
     finally:
         torch.distributed.destroy_process_group()
 

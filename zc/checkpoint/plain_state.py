@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -37,7 +37,10 @@ def from_plain(model: nn.Module, sharded_model: ShardedModel, state: Mapping[str
         )
     where = "the given state"
     target, mine, rest = Target(where), owned(sharded_model), others(model, sharded_model)
-    weights = {_bare(name): v.full_tensor() if hasattr(v, "full_tensor") else v for name, v in state["model"].items()}
+    wanted = {*mine, *rest, *model.state_dict(keep_vars=True)}
+    names = _without_wrappers(list(state["model"]), wanted)
+    given = zip(names, state["model"].values(), strict=True)
+    weights = {name: v.full_tensor() if hasattr(v, "full_tensor") else v for name, v in given}
     check_names(model, sharded_model, set(weights), where)
     for name in (*mine, *rest):
         value = weights[name]
@@ -121,7 +124,7 @@ def optimizer_part(
     states: dict[str, dict[str, Any]] = {}
     names: list[str] = []
     for key, values in state["state"].items():
-        name = numbered.get(key, _bare(key) if isinstance(key, str) else key)
+        name = numbered.get(key, _bare(key, mine.keys() | frozen) if isinstance(key, str) else key)
         if has_numbers and isinstance(key, str):
             by_string[key] = _part(None, values)
             continue
@@ -191,17 +194,26 @@ def _named_groups(ours: list[dict[str, Any]], groups: Any, where: str) -> list[d
     named = []
     for their, our in zip(groups, ours, strict=True):
         members = [
-            _bare(m) if isinstance(m, str) else name for m, name in zip(their["params"], our["params"], strict=True)
+            _bare(m, our["params"]) if isinstance(m, str) else name
+            for m, name in zip(their["params"], our["params"], strict=True)
         ]
         named.append({**their, "params": members, "numbers": list(their["params"])})
     return named
 
 
-def _bare(name: str) -> str:
-    changed = True
-    while changed:
-        changed = False
-        for prefix in PREFIXES:
-            if name.startswith(prefix):
-                name, changed = name[len(prefix) :], True
+def _without_wrappers(names: list[str], wanted: Collection[str]) -> list[str]:
+    """These names without the prefixes of wrappers around the model that was saved. A model may itself have an
+    attribute ``module``: what all names have in common goes first, and no name of ``wanted`` is changed after that."""
+    while names and any(name not in wanted for name in names):
+        prefix = next((p for p in PREFIXES if all(name.startswith(p) for name in names)), None)
+        if prefix is None:
+            return [_bare(name, wanted) for name in names]
+        names = [name[len(prefix) :] for name in names]
+    return names
+
+
+def _bare(name: str, wanted: Collection[str]) -> str:
+    """A name of ``wanted``, if it is one with prefixes of wrappers."""
+    while name not in wanted and name.startswith(PREFIXES):
+        name = name.partition(".")[2]
     return name

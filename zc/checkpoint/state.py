@@ -15,7 +15,6 @@ from zc.checkpoint.together import KEY, note_of, together
 from zc.engine.memory_order import flattened
 from zc.errors import CheckpointError
 from zc.planning.layout import Slot
-from zc.planning.plan import MOVED
 
 if TYPE_CHECKING:
     from zc.optim.model import ShardedModel
@@ -69,7 +68,7 @@ def owned(sharded_model: ShardedModel) -> dict[str, Owned]:
         for slot in bucket.slots:
             part, elements = runtime.buffers.weight_part(bucket, slot)
             start, shard = (elements.start, part) if part.numel() else (0, None)
-            if slot.name != MOVED:
+            if not slot.is_left:
                 by_name[slot.name] = Owned(None, slot, start, part.numel(), shard, bucket.param_dtype)
     return {name: by_name[name] for name in runtime.placed}
 

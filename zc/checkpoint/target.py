@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.optim import Optimizer
 
+from zc import torch_private
 from zc.checkpoint import other_state
 from zc.checkpoint.shards import ShardOf
 from zc.checkpoint.state import groups_of, others, owned
@@ -168,20 +170,33 @@ def check_groups(sharded_model: ShardedModel, target: Target) -> None:
     theirs, ours, where = target.groups(), groups_of(sharded_model.optimizers), target.where
     if len(theirs) != len(ours):
         raise CheckpointError(f"{where} has {len(theirs)} parameter groups, the optimizer {len(ours)}")
-    names = [type(each.optimizer).__name__ for each in sharded_model.optimizers for _ in each.members]
+    owners = [each for each in sharded_model.optimizers for _ in each.members]
     for number, (their, our) in enumerate(zip(theirs, ours, strict=True)):
         if their.get("params") != our["params"]:
             differing = sorted(set(their.get("params") or ()) ^ set(our["params"])) or ["the order"]
             raise CheckpointError(f"{where}: parameter group {number} has other members: {some(differing)}")
-        lacking = sorted(set(our) - set(their) - {"initial_lr"})
+        later = _options_of_later(owners[number].optimizer, their, set(our) - set(their))
+        for key, value in later.items():
+            target.add(("optimizer", "param_groups", number, key), value)
+        lacking = sorted(set(our) - set(their) - set(later) - {"initial_lr"})
         if lacking:
             raise CheckpointError(
-                f"{where}: parameter group {number} lacks {some(lacking)}: another optimizer than {names[number]}?"
+                f"{where}: parameter group {number} lacks {some(lacking)}: another optimizer than "
+                f"{type(owners[number].optimizer).__name__}?"
             )
     saved = {number: names for (number,), names in target.under("optimizer", KEY)}
     for one in sharded_model.optimizers:
         has_others = any(True for _ in target.under("optimizer", other_state.KEY, str(one.number)))
         check_together(one, members_of(one) if has_others else target.with_state, saved, where)
+
+
+def _options_of_later(optimizer: Optimizer, group: Mapping[str, Any], lacking: set[str]) -> dict[str, Any]:
+    """Those of the options ``lacking`` that the optimizer's class gives to a state from before it had them, as its
+    ``load_state_dict`` does by ``__setstate__``."""
+    copy = torch_private.bare_copy(optimizer)
+    filled = {**group, "params": []}
+    copy.__setstate__({"state": defaultdict(dict), "param_groups": [filled]})
+    return {key: filled[key] for key in lacking if key in filled}
 
 
 @torch.no_grad()

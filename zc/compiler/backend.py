@@ -20,7 +20,7 @@ from zc import torch_private
 from zc.compiler.backward import CompiledBackward
 from zc.compiler.blocks import Block, Blocks
 from zc.compiler.forward import CompiledForward
-from zc.compiler.graphs import Hook, Origin, Traced, as_traced
+from zc.compiler.graphs import Hook, Origin, Traced, as_traced, keep_from_writes
 from zc.compiler.segments import interpret
 from zc.engine import param_grads
 from zc.engine.overlap_gather import WeightGather
@@ -103,6 +103,8 @@ def _compile(origin: Origin, traced: Traced) -> Any:
     traced = _without_cuda_graphs(runtime, traced)
     if traced.is_backward:
         return _compile_backward(origin, traced)
+    if not traced.is_inference:
+        traced = keep_from_writes(traced)
     if origin.block is not None and not traced.is_inference and not _saves_own_params(origin, traced):
         origin.guard_identity()  # its backward can't tell the block by what it gets, so the graph is of this one alone
         origin.block = None
@@ -123,9 +125,18 @@ def _compile_backward(origin: Origin, traced: Traced) -> Any:
             raise ZcError(
                 "backward() through a model that is gone: keep the model or its optimizer until the last backward"
             ) from None
+        if torch_private.keeps_graph():
+            torch_private.before_double_backward(_refuse_double_backward)
         return runtime.run_program(program, args)
 
     return torch_private.boxed(run)
+
+
+def _refuse_double_backward() -> None:
+    raise ZcError(
+        "the backward of this model is differentiated (create_graph=True: a gradient penalty, forces, MAML), and "
+        'torch.compile makes no graph for that: zc.compile(..., backend="eager") trains it'
+    )
 
 
 def _without_cuda_graphs(runtime: Runtime, traced: Traced) -> Traced:

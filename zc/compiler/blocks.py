@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from zc import torch_private
-from zc.engine.forward_waits import Places
+from zc.engine.forward_waits import BlockPlaces, Places
 from zc.planning.blocks import BlockKind, block_of, split_name
 
 if TYPE_CHECKING:
@@ -92,16 +92,28 @@ def compile_blocks(
     install: Callable[[nn.Module, Callable[..., Any]], None],
     dynamic: bool | None,
     context: Context | None = None,
-) -> None:
+) -> list[BlockPlaces]:
     """Each member of a kind runs one compiled function from now on, with one backend per kind. ``install(block, call)``
     makes ``block(...)`` call ``call``. The function runs inside ``context(places)``, with the places of the block's
-    parameters."""
+    parameters, which are returned."""
+    found = []
     for kind in kinds:
         compiled = torch_private.compiled_block_call(make_backend(), dynamic=dynamic)
         for name in kind.members:
             block = model.get_submodule(name)
-            run = partial(_run, weakref.ref(block), compiled, torch_private.places_of_params(block), context)
+            places = torch_private.places_of_params(block)
+            found.append((weakref.ref(block), places))
+            run = partial(_run, weakref.ref(block), compiled, places, context)
             install(block, torch.compiler.disable(run, reason=torch_private.BLOCK))  # type: ignore[no-untyped-call]
+    return found
+
+
+def find_again(found: Sequence[BlockPlaces]) -> None:
+    """The blocks have other parameters now."""
+    for block_ref, places in found:
+        block = block_ref()
+        if block is not None:
+            places[:] = torch_private.places_of_params(block)
 
 
 def _run(

@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakValueDictionary
 
+import torch
 from torch import fx
 
 from zc import torch_private
@@ -17,7 +18,7 @@ from zc.compiler.segments import compile_segment
 from zc.engine.program import Program, build
 from zc.errors import PassError
 from zc.passes import verify
-from zc.passes.base import Pass, copy_graph
+from zc.passes.base import Pass, copy_graph, returned_by
 from zc.planning.plan import Plan
 from zc.schedule import codegen
 from zc.schedule.rebase import rebased, shifts
@@ -105,6 +106,7 @@ class CompiledGraph(ABC):
         self._own_inputs = own_inputs(self.graph, origin)
         self._programs: WeakValueDictionary[tuple[str | None, Hashable], Program] = WeakValueDictionary()
         self._templates: WeakValueDictionary[tuple[str, Hashable], Program] = WeakValueDictionary()
+        self._num_left = self.runtime.num_left  # when the programs were made
 
     @property
     @abstractmethod
@@ -136,6 +138,10 @@ class CompiledGraph(ABC):
         return (member, variant) in self._programs
 
     def get(self, member: str | None, variant: Hashable) -> Program:
+        if self._num_left != self.runtime.num_left:  # a slot that they name may have lost its parameter
+            self._programs.clear()
+            self._templates.clear()
+            self._num_left = self.runtime.num_left
         program = self._programs.get((member, variant))
         if program is None:
             self._programs[member, variant] = program = self._make(member, variant)
@@ -195,6 +201,38 @@ class CompiledGraph(ABC):
         runtime = self.runtime
         name, dump_dir = f"{self._kind}_{len(self.owned)}", runtime.config.dump_dir
         return build(graph, plan, passes, runtime.operations(), self._compile_segment, name=name, dump_dir=dump_dir)
+
+
+def keep_from_writes(traced: Traced) -> Traced:
+    """A forward graph whose backward gets copies of values in the memory of inputs that the forward writes, such as a
+    buffer that it reads and then updates. AOTAutograd saves such an input itself, and writes it before the backward
+    reads it (torch 2.11 to 2.15): a gradient would be made of the new values."""
+    before = traced.gm.graph
+    is_written = {
+        node.meta["storage"]: torch_private.input_index(node.meta.get("desc")) in traced.written
+        for node in before.find_nodes(op="placeholder")
+        if "storage" in node.meta
+    }
+    first = torch_private.num_forward_outputs()
+    saved = returned_by(before)[first:] if first is not None else []
+    if not any(isinstance(node, fx.Node) and is_written.get(node.meta.get("storage")) for node in saved):
+        return traced
+    graph = copy_graph(before)
+    outputs = returned_by(graph)
+    inputs = graph.find_nodes(op="placeholder")
+    fresh = max(node.meta.get("storage", 0) for node in graph.nodes) + 1
+    copies: dict[fx.Node, fx.Node] = {}
+    for k, node in enumerate(outputs[first:], first or 0):
+        if not (isinstance(node, fx.Node) and is_written.get(node.meta.get("storage"))):
+            continue
+        if node not in copies:
+            with graph.inserting_after(inputs[-1] if node.op == "placeholder" else node):
+                copies[node] = graph.call_function(torch.ops.aten.clone.default, (node,))
+            val = torch.ops.aten.clone.default(node.meta["val"])
+            copies[node].meta = {"val": val, "storage": fresh + len(copies)}
+        outputs[k] = copies[node]
+    graph.output_node().args = (tuple(outputs),)
+    return traced._replace(gm=fx.GraphModule(traced.gm, graph))
 
 
 def own_inputs(graph: fx.Graph, origin: Origin) -> list[int]:

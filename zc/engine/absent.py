@@ -190,6 +190,7 @@ def _backward(func: Any, params: list[AbsentParameter], args: Any, kwargs: Any) 
     finally:
         for param in lent:
             Absent.take_back(param)
+            _can_read(_DATA.__get__, [param])  # a hook may have written what is whole
 
 
 def _grad(outputs: Any, inputs: Any, *, materialize_grads: bool, **others: Any) -> tuple[Tensor | None, ...]:

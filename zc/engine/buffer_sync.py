@@ -20,6 +20,7 @@ then.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 import torch
@@ -35,14 +36,17 @@ _NOBODY, _EVERY_RANK, _WHO_HAS_TRAINED = range(3)  # for whom rank 0 sends its b
 _WHAT = "the buffers of rank 0 (zc.compile(broadcast_buffers=False) leaves each rank its own)"
 
 
-def has_buffers(model: nn.Module) -> bool:
-    return any(buffer.numel() for buffer in model.buffers())
+def has_buffers(model: nn.Module, own: Collection[str]) -> bool:
+    """Whether there are buffers besides ``own``, which each rank keeps."""
+    return any(buffer.numel() for name, buffer in model.named_buffers() if name not in own)
 
 
 class BufferSync:
-    """For one model on one rank. Create it when all ranks have the same buffers; the runtime keeps it."""
+    """For one model on one rank. Create it when all ranks have the same buffers; the runtime keeps it. ``own``: names
+    of those that each rank keeps."""
 
-    def __init__(self, model: nn.Module, runtime: Runtime) -> None:
+    def __init__(self, model: nn.Module, runtime: Runtime, own: Collection[str]) -> None:
+        self._own = own
         self._model, self._runtime = weakref.ref(model), weakref.ref(runtime)
         runtime.buffer_sync = self
         self._shapes = {name: (tuple(b.shape), b.dtype) for name, b in model.named_buffers()}
@@ -88,8 +92,9 @@ class BufferSync:
         """The model's buffers by device, in one order on all ranks. The widest elements come first, so each buffer is
         aligned to its element size."""
         model = self._model()
+        named = model.named_buffers() if model is not None else ()
         by_device: dict[torch.device, list[Tensor]] = {}
-        for buffer in sorted(model.buffers() if model is not None else (), key=lambda b: -b.element_size()):
+        for buffer in sorted((b for name, b in named if name not in self._own), key=lambda b: -b.element_size()):
             by_device.setdefault(buffer.device, []).append(buffer)
         return dict(sorted(by_device.items(), key=lambda item: str(item[0])))
 
@@ -142,8 +147,10 @@ class BufferSync:
 
 
 def _pack(buffers: list[Tensor]) -> Tensor:
-    """The bytes of all buffers, concatenated as uint8, since gloo has no bool."""
-    return torch.cat([b.detach().contiguous().view(-1).view(torch.uint8) for b in buffers])
+    """The bytes of all buffers, concatenated as uint8, since gloo has no bool. A conjugate or negative view is computed
+    first."""
+    plain = (b.detach().resolve_conj().resolve_neg().contiguous() for b in buffers)
+    return torch.cat([b.view(-1).view(torch.uint8) for b in plain])
 
 
 def _unpack(packed: Tensor, buffers: list[Tensor]) -> None:

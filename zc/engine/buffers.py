@@ -76,6 +76,7 @@ class Buffers:
         self.frozen: Final = self._new_list()
         self.arena: Final = self._new_list()  # the issuing thread makes and drops it, when no stream uses it
         self.whole: Final = self._new_list()  # [P], while a sharded bucket is gathered into memory of its own
+        self.encoded: Final = self._new_list()  # [P] each, of whole buckets that came encoded (`WholeParams`)
         self.master_shard: Final = self._new_list()
         self.acc: Final = self._new_list()
         self.spill: Final = self._new_list()  # stage 1: reduced gradients [S] that were moved aside

@@ -18,12 +18,13 @@ from zc.engine.accumulators import Accumulators
 from zc.engine.binding import Operations
 from zc.engine.buffers import Buffers
 from zc.engine.ledger import Ledger
+from zc.engine.names import Names
 from zc.engine.program import Program, build
 from zc.engine.streams import Streams
 from zc.engine.unset import Unset
 from zc.passes.pipeline import pipeline, scheduling
 from zc.planning.layout import Slot
-from zc.planning.plan import MOVED, Bucket, Plan
+from zc.planning.plan import Bucket, Plan
 from zc.ranks.group import Group
 
 if TYPE_CHECKING:
@@ -85,6 +86,9 @@ class Core:
         self.placed = dict(params)  # those in a bucket: `params`, and of `frozen` those whose weights are sharded
         self.unset = Unset()  # parameters of a model from meta that have no value yet
         self.sharded_grads: dict[str, Tensor] = {}  # the .grad of each of params while it has a gradient
+        # of the parameters that have a place; the model keeps it
+        self.names: weakref.ref[Names] | None = None
+        self.num_left = 0  # parameters that have left the plan: schedules of before name their slots
         self.accumulators = Accumulators(buffers, group)
         self.inductor_options = config.inductor_options
         # they make a schedule of a backward graph
@@ -128,10 +132,16 @@ class Core:
         return [bucket.index for bucket in self.plan.sharded]
 
     def params_in(self, bucket: Bucket) -> Iterator[tuple[Slot, nn.Parameter]]:
-        """The parameters that lie in a bucket, without those that have moved to another one."""
+        """The parameters that lie in a bucket, without those that have left it."""
         for slot in bucket.slots:
-            if slot.name != MOVED:
+            if not slot.is_left:
                 yield slot, self.placed[slot.name]
+
+    def check_names(self) -> None:
+        """Raises ZcError if another parameter has replaced one of the plan's."""
+        names = self.names() if self.names is not None else None
+        if names is not None:
+            names.check()
 
     def operations(self, overrides: Mapping[type[Op], Function] | None = None) -> Operations:
         """What one schedule calls: it works on this rank's accumulators."""

@@ -72,9 +72,9 @@ class Deposits:
         """Complete buckets in plan order, up to the first incomplete one: the same order on all ranks."""
         complete = []
         for bucket in plan.buckets:
-            if bucket.index in self.reduced:
+            if bucket.index in self.reduced or not bucket.num_params:
                 continue
-            if len(self._deposits.get(bucket.index, ())) < len(bucket.slots):
+            if len(self._deposits.get(bucket.index, ())) < bucket.num_params:
                 break
             complete.append(bucket.index)
         return complete

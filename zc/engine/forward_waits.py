@@ -30,7 +30,7 @@ from torch import nn
 from zc import torch_private
 from zc.engine.part import Part
 from zc.planning.blocks import block_of, split_name
-from zc.planning.plan import MOVED, Plan
+from zc.planning.plan import Plan
 
 if TYPE_CHECKING:
     from zc.engine.core import Core
@@ -40,13 +40,15 @@ MAX_LATE = 3  # forwards in which Dynamo compiles one frame while weights are on
 
 Places = Sequence[tuple[dict[str, Any], str, nn.Parameter]]  # of parameters: a module's dict, the key in it, its value
 
+BlockPlaces = tuple[weakref.ref[nn.Module], list[tuple[dict[str, Any], str, nn.Parameter]]]  # of one block
+
 
 class GatherOrder:
     """Where the parameters of a plan come in the order of its gathers."""
 
     def __init__(self, plan: Plan, params: Mapping[str, nn.Parameter]) -> None:
         self.plan = plan
-        slots = [(bucket.index, slot.name) for bucket in plan.buckets for slot in bucket.slots if slot.name != MOVED]
+        slots = [(bucket.index, slot.name) for bucket in plan.buckets for slot in bucket.slots if not slot.is_left]
         self._bucket_of = {id(params[name]): bucket for bucket, name in slots}
         members = block_of(plan.kinds)
         self._of_blocks = {bucket for bucket, name in slots if split_name(name, members) is not None}

@@ -97,10 +97,10 @@ class Ledger:
     ) -> str | None:
         """A warning for the parameters of ``buckets`` that no backward of this step has reached on any rank, each named
         once (deepspeed#7579). ``touched``: whether some rank has a gradient, by bucket and slot."""
-        if all(all(touched[bucket.index]) for bucket in buckets):
+        if all(sum(touched[bucket.index]) == bucket.num_params for bucket in buckets):
             return None
         arrived = self.arrived(programs, self.step)
-        slots = [(b.index, k, slot.name) for b in buckets for k, slot in enumerate(b.slots)]
+        slots = [(b.index, k, slot.name) for b in buckets for k, slot in enumerate(b.slots) if not slot.is_left]
         names = [name for b, k, name in slots if (b, k) not in arrived and not touched[b][k]]
         if len(names) == len(slots):
             return "optimizer.step() was called, and no parameter had a gradient"

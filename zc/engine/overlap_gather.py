@@ -135,8 +135,8 @@ class WeightGather(Part):
         """A schedule has written the weights of ``buckets``, unseen by autograd. So their versions increase, and a
         backward through a forward from before this step fails, as in PyTorch."""
         core = self.core
-        slots = (slot for index in buckets for slot in core.plan.buckets[index].slots)
-        torch.autograd.graph.increment_version([core.params[slot.name] for slot in slots])
+        params = [param for index in buckets for _, param in core.params_in(core.plan.buckets[index])]
+        torch.autograd.graph.increment_version(params)
 
     def count_sharing(self) -> None:
         """Counts what shares the storages of new buckets' parameters: they are new, so only the parameters do."""

@@ -60,6 +60,8 @@ def changes(
     found = Changes([], [])
     for bucket, of_bucket in zip(plan.buckets, flags, strict=True):
         for k, slot in enumerate(bucket.slots):
+            if slot.is_left:
+                continue
             grad = params[slot.name].grad
             if grad is None and of_bucket[k]:
                 found.cleared.append((bucket.index, k))

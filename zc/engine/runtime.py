@@ -15,7 +15,7 @@ updates this rank's shard, then calls `after_update`.
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -31,6 +31,7 @@ from zc.engine.buffer_sync import BufferSync
 from zc.engine.buffers import Buffers
 from zc.engine.core import Core, Listener
 from zc.engine.deposits import Deposits
+from zc.engine.forward_waits import BlockPlaces
 from zc.engine.ledger import Where
 from zc.engine.overlap_gather import WeightGather
 from zc.engine.part import weakly
@@ -96,6 +97,7 @@ class Runtime(Core):
             ShardedWeights(self, WeightUses(self)) if self.plan.sharded else WeightGather(self)
         )
         self.outside_blocks: frozenset[str] = frozenset()  # matrices that no block reads
+        self.block_places: list[BlockPlaces] = []  # of what is compiled by itself
         self.listener = Listener()  # the optimizers
         self.buffer_sync: BufferSync | None = None  # None: each rank keeps its own buffers
         self.hooks: list[RemovableHandle] = []  # on parameters
@@ -131,6 +133,28 @@ class Runtime(Core):
         self.placed.update(params)
         self.install_hooks(added)
 
+    def leave(self, names: Collection[str]) -> None:
+        """These parameters leave the plan, which still has their slots: another one has replaced each. They are plain
+        ones afterwards, with memory of their own, and schedules that name their slots are made anew."""
+        where = self.plan.slot_of()
+        self.drop([where[name] for name in names if name in self.params], set_to_none=True)
+        for handle in self.hooks:
+            handle.remove()
+        self.hooks.clear()
+        for name in names:
+            param = self.placed.pop(name)
+            self.params.pop(name, None)
+            self.sharded_grads.pop(name, None)
+            self.summed_by_autograd.discard(name)
+            self.unset.params.discard(name)
+            param.grad = None
+            param.data = param.data.clone()
+        self.buffers.grow(self.plan.without(names))
+        self.install_hooks(self.plan.buckets)
+        self.programs.clear()
+        self.forwards.clear()
+        self.num_left += len(names)
+
     # --- gradients come in ---
 
     def begin_backward(self, program: Program | None = None) -> None:
@@ -163,7 +187,7 @@ class Runtime(Core):
             self.announcements.begin("hooks", None, frozenset(), is_boundary=self.is_boundary)
             return
         # a graph that does not bring all gradients is one of several: the last backward like it tells which ones
-        is_all = len(program.gradients) == sum(len(b.slots) for b in self.plan.buckets)
+        is_all = len(program.gradients) == sum(b.num_params for b in self.plan.buckets)
         reductions = program.reductions if is_all else None
         self.announcements.begin(program.name, reductions, program.gradients, is_boundary=self.is_boundary)
 
@@ -282,6 +306,7 @@ class Runtime(Core):
         """
         self.streams.clock.phase("update")
         self.weights.synchronize()
+        self.check_names()
         param_grads.check(self.params, self.frozen, self.sharded_grads, self.listener.is_value)
         drop_failed()
         self._notice_changes()
@@ -475,6 +500,8 @@ class Runtime(Core):
         receive = weakly(self._post_accumulate_grad)
         for bucket in buckets:
             for k, slot in enumerate(bucket.slots):
+                if slot.is_left:
+                    continue
                 hook = partial(receive, bucket.index, k)
                 param = self.params[slot.name]
                 self.hooks.append(param.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]

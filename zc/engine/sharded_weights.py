@@ -102,18 +102,22 @@ class ShardedWeights(Part):
                 self.absent.take_back(param)
 
     @contextmanager
-    def leaving(self, names: Iterable[str]) -> Iterator[None]:
-        """Those of these parameters that are frozen are whole inside, where they move to buckets that train."""
+    def leaving(self, moved: Iterable[str], left: Iterable[str]) -> Iterator[None]:
+        """These parameters are whole inside, where they leave their buckets: ``moved`` for buckets that train, ``left``
+        for good."""
         core = self.core
         where = core.plan.slot_of()
-        before = {name: where[name] for name in names if name in where}
-        buckets = {bucket for bucket, _ in before.values()}
+        before = {name: where[name] for name in moved if name in where}
+        lost = {name: where[name] for name in left if name in where}
+        buckets = {bucket for bucket, _ in (*before.values(), *lost.values())}
         self.adopt_writes()
         self.whole.make(buckets, is_exact=True)
+        for name in lost:
+            self.absent.lend(core.placed[name])
         yield
         where = core.plan.slot_of()
         self._moved.update({place: where[name] for name, place in before.items()})
-        self.whole.free([bucket.index for bucket in core.plan.frozen])
+        self.whole.free(core.sharded_buckets if lost else [bucket.index for bucket in core.plan.frozen])
         self.whole.buckets -= buckets
 
     # --- what eager code reads ---
@@ -222,8 +226,8 @@ class ShardedWeights(Part):
         self._reads.open()
         self.passes.end_update()
         self.whole.end_update()
-        slots = [slot for index in buckets for slot in core.plan.buckets[index].slots]
-        torch.autograd.graph.increment_version([core.params[slot.name] for slot in slots])
+        params = [param for index in buckets for _, param in core.params_in(core.plan.buckets[index])]
+        torch.autograd.graph.increment_version(params)
         frozen = [bucket.index for bucket in core.plan.frozen if bucket.index in self.whole.buckets]
         eager = [param for index in frozen for _, param in core.params_in(core.plan.bucket(index))]
         torch.autograd.graph.increment_version(eager)

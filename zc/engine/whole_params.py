@@ -5,12 +5,12 @@ the update, since autograd may have saved views of them.
 
 Such code may also write them: clamp ``p.data``, or update a momentum encoder. All ranks write the same, as without zc.
 So before masters are updated, each rank copies its own elements into its shards (`WholeParams.adopt`). Autograd does
-not count writes through ``.data``, so the elements are compared.
+not count writes through ``.data``. So where code has asked for that, or is not seen, elements are compared.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,6 +24,7 @@ from zc.engine.program import Program
 from zc.engine.shard_reads import ShardReads
 from zc.engine.state_dicts import write_value
 from zc.errors import ZcError
+from zc.kernels.copy_writes import same_bits
 from zc.planning.plan import Bucket
 from zc.schedule.buffer import Buffer
 from zc.schedule.nodes import put
@@ -31,8 +32,6 @@ from zc.schedule.spec import Publish, gather_node
 
 if TYPE_CHECKING:
     from zc.engine.core import Core
-
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class WholeParams(Part):
@@ -68,6 +67,7 @@ class WholeParams(Part):
                 flat = self.gathered_once(index, is_exact=is_exact)
                 if not is_exact and core.plan.encodes_weights(core.plan.bucket(index)):
                     self._encoded[index] = flat
+                    core.buffers.encoded[:] = self._encoded.values()
                 with torch.inference_mode(False), torch.no_grad(), torch_private.without_torch_function():
                     for slot, param in core.params_in(core.plan.bucket(index)):
                         self._empty[slot.name] = give_bytes(param)
@@ -135,11 +135,11 @@ class WholeParams(Part):
         meanwhile."""
         core = self.core
         with torch.inference_mode(False), torch.no_grad(), torch_private.without_torch_function():
-            buckets = [core.plan.bucket(index) for index in sorted(self.buckets)]
-            written = self._written(buckets)
-            for bucket in buckets:
+            for bucket in map(core.plan.bucket, sorted(self.buckets)):
+                if not self._is_counted(bucket) and not self._is_unseen(bucket):
+                    continue
                 # a shard's elements say nothing of the whole parameters that its rank updates, its owners'
-                if bucket.index not in written and bucket.layout.owners is None:
+                if bucket.layout.owners is None and not self._is_written(bucket):
                     continue
                 came = self._encoded.get(bucket.index)
                 for slot, param in core.params_in(bucket):
@@ -151,34 +151,38 @@ class WholeParams(Part):
     def free_unwritten(self, buckets: Iterable[int]) -> None:
         """After a forward without gradients: frees ``buckets``. What it has written stays whole to the update, and so
         does what a backward may read. All ranks call it."""
-        core, saved = self.core, self._saved()
-        is_unseen = core.config.backend != "eager"  # what Dynamo leaves out finds plain parameters
-        for bucket in map(core.plan.bucket, sorted(self.buckets.intersection(buckets) - saved)):
-            is_written = any(torch_private.version(p) != self._versions[s.name] for s, p in core.params_in(bucket))
-            if not is_written and (is_unseen or bucket.index in self._lent):
-                # not by what this rank finds in its own shard: each rank must keep what all have written
+        saved = self._saved()
+        for bucket in map(self.core.plan.bucket, sorted(self.buckets.intersection(buckets) - saved)):
+            is_written = self._is_counted(bucket)
+            if not is_written and self._is_unseen(bucket):
+                # gathered again: all ranks must keep what they have written, also where it is in one rank's shard
                 came = self.gathered_once(bucket.index, is_exact=False) if bucket.index in self._lent else None
-                is_written = bool(self._written([bucket], came))
+                is_written = self._is_written(bucket, came)
             if not is_written:
                 self.free([bucket.index])
 
-    def _written(self, buckets: Sequence[Bucket], came: Tensor | None = None) -> set[int]:
-        """Those of whole buckets in which the program has written an element of this rank's shard; with ``came`` [P],
-        the bucket's values before that, any element."""
-        core, differ = self.core, []
-        for bucket in buckets:
-            whole = self._encoded.get(bucket.index) if came is None else came
-            empty = torch.empty(0, dtype=bucket.param_dtype, device=bucket.device)
-            now, before = [empty], [empty]
-            for slot, param in core.params_in(bucket):
-                shard, elements = core.buffers.weight_part(bucket, slot)
-                with torch_private.without_torch_function():
-                    flat = flattened(param.detach(), slot)
-                now.append(flat[elements] if whole is None else flat)
-                before.append(shard if whole is None else whole[slot.offset : slot.stop])
-            differ.append(_bits(torch.cat(now)).ne(_bits(torch.cat(before))).any())
-        flags = torch.stack(differ).tolist() if differ else []  # waits for a device once
-        return {bucket.index for bucket, is_written in zip(buckets, flags, strict=True) if is_written}
+    def _is_counted(self, bucket: Bucket) -> bool:
+        """Whether autograd has counted a write since the bucket became whole."""
+        items = self.core.params_in(bucket)
+        return any(torch_private.version(param) != self._versions[slot.name] for slot, param in items)
+
+    def _is_unseen(self, bucket: Bucket) -> bool:
+        """Whether the program may have written it without a count: what Dynamo leaves out finds plain parameters."""
+        return bucket.index in self._lent or self.core.config.backend != "eager"
+
+    def _is_written(self, bucket: Bucket, came: Tensor | None = None) -> bool:
+        """Whether the program has written an element of this rank's shard; with ``came`` [P], the bucket's values
+        before that, any element."""
+        core = self.core
+        whole = self._encoded.get(bucket.index) if came is None else came
+        for slot, param in core.params_in(bucket):
+            shard, elements = core.buffers.weight_part(bucket, slot)
+            with torch_private.without_torch_function():
+                now = flattened(param.detach(), slot)
+            now, before = (now[elements], shard) if whole is None else (now, whole[slot.offset : slot.stop])
+            if not same_bits(now, before):
+                return True
+        return False
 
     def free(self, buckets: Iterable[int]) -> None:
         """The parameters of those of ``buckets`` that are whole have no bytes any more. Other tensors that share their
@@ -188,12 +192,12 @@ class WholeParams(Part):
             items = list(core.params_in(core.plan.bucket(index)))
             with torch.inference_mode(False), torch_private.without_torch_function():
                 # it was made whole on some stream, and read on any that main comes after
-                core.streams.hand_to_main([param for _, param in items])
+                core.streams.hand_to_main([*(param for _, param in items), self._encoded.pop(index, None)])
                 for slot, param in items:
                     param.data = self._empty.pop(slot.name)
             self.buckets.discard(index)
             self._lent.discard(index)
-            self._encoded.pop(index, None)
+        core.buffers.encoded[:] = self._encoded.values()
 
     def _saved(self) -> set[int]:
         """The whole buckets that a backward may still read: autograd has saved a parameter itself, not a view of it."""
@@ -276,8 +280,3 @@ class WholeParams(Part):
             items = ((bucket.index, param) for bucket in core.plan.sharded for _, param in core.params_in(bucket))
             self._bucket_of = {id(param): index for index, param in items}
         return {self._bucket_of[id(param)] for param in params if id(param) in self._bucket_of}
-
-
-def _bits(values: Tensor) -> Tensor:
-    """As integers: -0.0 over 0.0 is a write, and a NaN is none where it stood before."""
-    return values.view(_BITS.get(values.element_size(), torch.uint8))

@@ -218,7 +218,7 @@ def _store_groups(
     """Replaces ``callback._store``, which BaseFinetuning calls at the start of each epoch, after it has unfrozen
     layers."""
     planned = sharded(module).runtime.params
-    if any(param.requires_grad and name not in planned for name, param in module.named_parameters()):
+    if any(param.requires_grad and planned.get(name) is not param for name, param in module.named_parameters()):
         recompile(module)
     getattr(type(callback), _STORE)(callback, module, number, num_groups, groups)
 

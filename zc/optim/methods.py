@@ -55,7 +55,7 @@ def replace(model: nn.Module, sharded: ShardedOptimizer) -> None:
         names = {id(p): name for name, p in trained.named_parameters()} if trained is not None else {}
         for param in params:
             name = names.get(id(param))
-            if name is None or name in owner.runtime.params:
+            if name is None or owner.runtime.params.get(name) is param:
                 what = (
                     f"parameter {name}, which has its place: set its options in optimizer.param_groups"
                     if name

@@ -11,7 +11,7 @@ the buckets of one optimizer. Gradients that another optimizer has not used yet 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
@@ -63,6 +63,14 @@ class ShardedModel(Listener):
             optimizer.adopt([b for b in buckets if b.optimizer == optimizer.number])
         self._writes.adopt(buckets)
 
+    def leave(self, params: Mapping[str, nn.Parameter]) -> None:
+        """These parameters have left the plan. Their optimizers keep nothing of them."""
+        for optimizer in self.optimizers:
+            optimizer.leave(params)
+        self.grad_shards.forget_taken(list(params))
+        self.grad_shards.forget_numbers()
+        self._writes.leave(params)
+
     @property
     def disk(self) -> DiskState | None:
         """The state on disk, with offload="disk"."""
@@ -82,6 +90,8 @@ class ShardedModel(Listener):
         self._writes.check_places()
         for bucket in self.runtime.plan.buckets:
             for slot, has_grad in zip(bucket.slots, self.runtime.announcements.has_grad[bucket.index], strict=True):
+                if slot.is_left:
+                    continue
                 param = self.runtime.params[slot.name]
                 if has_grad and (param.grad is None or self.is_value(slot.name, param.grad)):
                     param.grad = self.runtime.sharded_grads[slot.name]
@@ -105,16 +115,15 @@ class ShardedModel(Listener):
 
     def gradients_cleared(self, optimizer: int | None) -> None:
         """Inside a backward, autograd may be adding to a ``param.grad``, so there they are cleared at its end."""
-        slots = [slot for bucket in self.runtime.plan.of_optimizer(optimizer) for slot in bucket.slots]
-        params: list[nn.Parameter] = []
-        if torch_private.current_graph_task() == -1:
-            params = [self.runtime.params[slot.name] for slot in slots]
+        buckets = self.runtime.plan.of_optimizer(optimizer)
+        of_slots = {slot.name: param for bucket in buckets for slot, param in self.runtime.params_in(bucket)}
+        params = of_slots.values() if torch_private.current_graph_task() == -1 else ()
         for each in self.optimizers if optimizer is None else [self.optimizers[optimizer]]:
             self.grad_shards.say_if_skipped(each.number)
         with torch_private.without_torch_function():  # faster: parameters may be watched (engine/pending.py)
             for param in params:
                 param.grad = None
-        self.gradients_dropped([slot.name for slot in slots])
+        self.gradients_dropped(list(of_slots))
 
     def gradients_dropped(self, names: Sequence[str]) -> None:
         """Also makes a new ShardedGrad in place of one that the caller still holds, or that has a history of autograd:
@@ -142,6 +151,7 @@ class ShardedModel(Listener):
     def take_over_writes(self) -> None:
         """Copies into the masters what the caller has written into parameters since the last update. See
         `ParamWrites`. All ranks call it."""
+        self.runtime.check_names()
         self.runtime.weights.adopt_writes()
         self._writes.take_over()
         self._writes.remember()

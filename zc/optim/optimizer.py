@@ -118,6 +118,19 @@ class ShardedOptimizer:
         self._lists.clear()
         self.look_at_groups()
 
+    def leave(self, params: Mapping[str, nn.Parameter]) -> None:
+        """These parameters have left the plan: their slices and states go."""
+        for name, param in params.items():
+            own_slice = self.slices.pop(name, None)
+            self._places.pop(name, None)
+            self._names.pop(id(param), None)
+            for key in (own_slice, param):
+                self.local.state.pop(key, None)
+        self.state.forget(params)
+        lost = {id(param) for param in params.values()}
+        for group in self.optimizer.param_groups:
+            group["params"] = [param for param in group["params"] if id(param) not in lost]
+
     def _try(self, groups: Sequence[dict[str, Any]]) -> None:
         """Tries how an unknown optimizer treats these groups."""
         if is_known(self.optimizer):

@@ -13,7 +13,7 @@ so): its values are copied into the bucket, and the parameter is given its memor
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -64,6 +64,12 @@ class ParamWrites:
                     address = flat.data_ptr() + slot.offset * flat.element_size()
                     self._places[slot.name] = address, bucket, slot
         self.remember()
+
+    def leave(self, names: Iterable[str]) -> None:
+        """These parameters have left their buckets."""
+        for name in names:
+            self._places.pop(name, None)
+            self._versions.pop(name, None)
 
     def remember(self) -> None:
         """Records that parameters and masters agree now."""
@@ -130,4 +136,5 @@ class ParamWrites:
     def _is_counted(self, bucket: Bucket) -> bool:
         """Whether autograd has seen a write since `remember`."""
         params = self._core.params
-        return any(torch_private.version(params[slot.name]) != self._versions[slot.name] for slot in bucket.slots)
+        names = (slot.name for slot in bucket.slots if not slot.is_left)
+        return any(torch_private.version(params[name]) != self._versions[name] for name in names)

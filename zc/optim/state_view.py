@@ -221,6 +221,14 @@ class StateView(MutableMapping[Any, Any]):
         self._updated = set(names)
         self.refresh()
 
+    def forget(self, names: Iterable[str]) -> None:
+        """These parameters are gone; others may come under their names."""
+        for name in names:
+            self._updated.discard(name)
+            self._elsewhere.pop(name, None)
+            self._held.pop(name, None)
+        self._noted.clear()
+
     def note(self, names: Iterable[str]) -> None:
         """These parameters have state on some rank."""
         self._updated.update(names)

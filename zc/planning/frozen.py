@@ -1,10 +1,10 @@
 """Buckets of frozen parameters (stage 3): sharded and gathered like the others, without gradients, masters or states.
 
 They are numbered from `FIRST_FROZEN` on, so that the buckets that `zc.recompile` adds can follow those of `make_plan`.
-A parameter that becomes trainable moves to a bucket of its own, and leaves a slot without a name::
+A parameter that becomes trainable moves to a bucket of its own, and leaves its slot (`Plan.without`)::
 
     buckets      0: adapters                            1: what zc.recompile has added, embed.weight
-    frozen       100000: (moved), norm.weight           100001: layers.0.weight ...
+    frozen       100000: (left), norm.weight           100001: layers.0.weight ...
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import nn
 
 from zc.planning.layout import ALIGN_NBYTES, flat_layout
 from zc.planning.packing import ParamSpec, limit_of, split_at_blocks, with_strides
-from zc.planning.plan import FIRST_FROZEN, MOVED, Bucket, Plan
+from zc.planning.plan import FIRST_FROZEN, Bucket, Plan
 
 
 def with_frozen(plan: Plan, params: Mapping[str, nn.Parameter], bucket_nbytes: int | None) -> Plan:
@@ -37,14 +37,4 @@ def with_frozen(plan: Plan, params: Mapping[str, nn.Parameter], bucket_nbytes: i
             layout = flat_layout(shapes, plan.world_size, align, num_hosts, plan.num_replicas)
             layout = with_strides(layout, members)
             buckets.append(Bucket(FIRST_FROZEN + len(buckets), layout, dtype, dtype, dtype, device, net_dtype=dtype))
-    return replace(plan, frozen=tuple(buckets))
-
-
-def without_moved(plan: Plan, names: frozenset[str]) -> Plan:
-    """``plan`` after the parameters ``names`` have left its frozen buckets, without buckets that are empty then."""
-    buckets = []
-    for bucket in plan.frozen:
-        slots = tuple(replace(s, name=MOVED) if s.name in names else s for s in bucket.layout.slots)
-        if any(slot.name != MOVED for slot in slots):
-            buckets.append(replace(bucket, layout=replace(bucket.layout, slots=slots)))
     return replace(plan, frozen=tuple(buckets))

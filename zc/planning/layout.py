@@ -25,6 +25,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+LEFT = "."  # the name of a slot without a parameter begins so, and no parameter's does
 ALIGN_NBYTES = 128  # a GPU's memory transaction; also keeps 16-byte vector accesses aligned for every slot
 
 
@@ -54,6 +55,11 @@ class Slot:
     shape: tuple[int, ...]
     offset: int
     strides: tuple[int, ...] | None = None
+
+    @property
+    def is_left(self) -> bool:
+        """Whether its parameter has left the bucket: another one has its name now, or it lies in another bucket."""
+        return self.name.startswith(LEFT)
 
     def __str__(self) -> str:
         return f"{self.name} {self.shape} at {self.offset}{'' if self.strides is None else f', strides {self.strides}'}"

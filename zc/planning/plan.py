@@ -6,13 +6,14 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 
 from zc.planning.blocks import BlockKind
-from zc.planning.layout import ALIGN_NBYTES, FlatLayout, Slot, align_up
+from zc.planning.layout import ALIGN_NBYTES, LEFT, FlatLayout, Slot, align_up
 from zc.planning.placement import Offload, Placement
 from zc.planning.topology import ALONE, Topology
 from zc.planning.wire import largest
@@ -20,7 +21,6 @@ from zc.planning.wire import largest
 NUM_HOST_SUMS = 2  # the first of two reductions writes one while the second sends the other
 
 FIRST_FROZEN = 100_000  # the number of the first bucket of frozen parameters (`zc.planning.frozen`)
-MOVED = ""  # the name of a slot there whose parameter trains now, and is in another bucket
 
 
 class Level(enum.Enum):
@@ -63,6 +63,19 @@ class Bucket:
     def nbytes(self) -> int:
         """Of the whole weights, in param_dtype."""
         return self.numel * self.param_dtype.itemsize
+
+    def without(self, names: Collection[str]) -> Bucket:
+        """The same after these parameters have left it. Each leaves its slot, under a name that no other slot has."""
+        slots = tuple(
+            replace(slot, name=f"{LEFT}{self.index}.{k}") if slot.name in names else slot
+            for k, slot in enumerate(self.slots)
+        )
+        return replace(self, layout=replace(self.layout, slots=slots))
+
+    @property
+    def num_params(self) -> int:
+        """Its slots that have a parameter."""
+        return sum(not slot.is_left for slot in self.slots)
 
     @property
     def is_frozen(self) -> bool:
@@ -126,13 +139,14 @@ class Plan:
 
     @cached_property
     def sharded(self) -> tuple[Bucket, ...]:
-        """The buckets with sharded weights: all in stage 3, else those of frozen parameters."""
-        return tuple(filter(self.is_sharded, self.with_weights))
+        """The buckets with sharded weights: all in stage 3, else those of frozen parameters. One that all parameters
+        have left is never gathered."""
+        return tuple(bucket for bucket in self.with_weights if self.is_sharded(bucket) and bucket.num_params)
 
     @cached_property
     def sharded_names(self) -> frozenset[str]:
         """The parameters in these buckets."""
-        return frozenset(slot.name for bucket in self.sharded for slot in bucket.slots) - {MOVED}
+        return frozenset(slot.name for bucket in self.sharded for slot in bucket.slots if not slot.is_left)
 
     @property
     def why_sharded(self) -> str:
@@ -241,6 +255,13 @@ class Plan:
     def nbytes_arena(self) -> int:
         """The most bytes that the buffer of gathered weights has: `weight_cap`, or room for all sharded buckets."""
         return min(self.weight_cap, sum(align_up(b.nbytes, ALIGN_NBYTES) for b in self.sharded))
+
+    def without(self, names: Collection[str]) -> Plan:
+        """The plan after these parameters have left it, without frozen buckets that are empty then. Buckets that train
+        keep their places, empty or not: schedules name them by number."""
+        frozen = (bucket.without(names) for bucket in self.frozen)
+        buckets = tuple(bucket.without(names) for bucket in self.buckets)
+        return replace(self, buckets=buckets, frozen=tuple(bucket for bucket in frozen if bucket.num_params))
 
     def microbatch(self) -> Plan:
         return replace(self, is_boundary=False)

@@ -86,8 +86,8 @@ def without_gradient(runtime: Runtime) -> str:
         return "no step yet"
     rows = []
     for bucket, slots in zip(runtime.plan.buckets, sources(runtime), strict=True):
-        missing = [k for k, times_by_source in enumerate(slots) if not times_by_source]
-        if len(missing) == len(slots):
+        missing = [k for k, times in enumerate(slots) if not times and not bucket.slots[k].is_left]
+        if len(missing) == bucket.num_params:
             rows.append(f"bucket {bucket.index}: all of it")
         rows += [f"{bucket.slots[k].name}: {_why(runtime, (bucket.index, k))}" for k in missing]
     return "\n".join(rows) or "nothing"

@@ -102,4 +102,5 @@ def graph_breaks(runtime: Runtime) -> dict[str, int]:
 def uncovered(runtime: Runtime) -> list[str]:
     """The parameters whose gradients no compiled backward writes."""
     written = set().union(*(program.gradients for program in runtime.programs))
-    return [s.name for b in runtime.plan.buckets for k, s in enumerate(b.slots) if (b.index, k) not in written]
+    slots = [((b.index, k), slot) for b in runtime.plan.buckets for k, slot in enumerate(b.slots) if not slot.is_left]
+    return [slot.name for where, slot in slots if where not in written]

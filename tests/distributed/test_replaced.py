@@ -1,0 +1,130 @@
+"""Parameters that have replaced others under their names: what becomes of the old ones, and what ranks may not do.
+tests/compatibility/rows_replaced.py trains such models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import run_ranks
+from models import Stack, mean_square, mlp, seeded
+from torch import nn
+
+import zc
+
+BUCKET = 4096  # all parameters of the model share two
+
+
+def made(stage: int, backend: str = "eager") -> tuple[Stack, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = mlp(depth=3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    zc.compile(model, optimizer, stage=stage, backend=backend, bucket_nbytes=BUCKET)
+    return model, optimizer
+
+
+def layer(seed: int = 7) -> nn.Linear:
+    torch.manual_seed(seed)
+    return nn.Linear(16, 16)
+
+
+def update(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    x = torch.randn(4, 16, generator=seeded(dist.get_rank(), step))
+    mean_square(model, (x, x.flip(0))).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _replace(rank: int, world_size: int, stage: int, folder: str) -> dict[str, Any]:
+    model, optimizer = made(stage)
+    update(model, optimizer, 0)
+    before = zc.full_state_dict(model)
+    old = model[2]
+    model[2] = layer(7 + rank)  # rank 0's values become those of all ranks
+    optimizer.add_param_group({"params": list(model[2].parameters())})
+    zc.recompile(model)
+    kept = all(torch.equal(p.detach(), before[f"2.{n}"]) for n, p in old.named_parameters()) if rank == 0 else True
+    shapes = {(type(p), p.untyped_storage().nbytes() // p.nbytes) for p in old.parameters()}
+    (old(torch.ones(1, 16)).sum() * 2).backward()
+    own = old.weight.grad is not None and bool((old.weight.grad == 2).all())  # a plain gradient, in nobody's bucket
+    update(model, optimizer, 1)
+    numel = sum(v.numel() for state in optimizer.state.values() for v in state.values() if v.dim() > 0)
+    zc.save(folder, model, optimizer)
+
+    torch.manual_seed(1)
+    other = mlp(depth=3)
+    last = list(other[2].parameters())
+    first = [p for p in other.parameters() if all(p is not q for q in last)]
+    again = torch.optim.AdamW([{"params": first}, {"params": last}], lr=1e-2)
+    zc.compile(other, again, stage=2, backend="eager")
+    zc.load(folder, other, again)
+    update(model, optimizer, 2)
+    update(other, again, 2)
+    ours, theirs = zc.full_state_dict(model), zc.full_state_dict(other)
+    same = all(torch.equal(ours[name], theirs[name]) for name in theirs) and ours.keys() == theirs.keys()
+    return {"kept": kept, "shapes": shapes, "own": own, "numel": numel, "same": same}
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_the_old_parameter_is_a_plain_one_and_the_optimizer_keeps_nothing_of_it(stage: int, tmp_path: Path) -> None:
+    ranks = run_ranks(_replace, 2, stage, str(tmp_path / "saved"))
+    for seen in ranks:
+        assert seen["kept"] and seen["own"] and seen["same"]
+        assert seen["shapes"] == {(nn.Parameter, 1)}, "its memory is its own"
+        # the caller sees whole shapes on every rank
+        assert seen["numel"] == 2 * 3 * (16 * 16 + 16), "two moments of what the model has, none of what it had"
+
+
+def _differ(rank: int, world_size: int) -> str:
+    model, optimizer = made(2)
+    if rank == 0:
+        model[2] = layer()
+        optimizer.add_param_group({"params": list(model[2].parameters())})
+    with pytest.raises(zc.RankMismatchError) as error:
+        zc.recompile(model)
+    return str(error.value)
+
+
+def test_ranks_that_replace_other_parameters_get_an_error() -> None:
+    for text in run_ranks(_differ, 2):
+        assert "2.weight was replaced" in text
+
+
+def _refuse(rank: int, world_size: int, stage: int, folder: str) -> list[str]:
+    model, optimizer = made(stage)
+    errors = []
+
+    def refused(error: type[Exception], call: Any, *args: Any) -> None:
+        with pytest.raises(error) as caught:
+            call(*args)
+        errors.append(str(caught.value))
+
+    old = model[2]
+    model[2] = layer()
+    refused(zc.ZcError, zc.save, folder, model, optimizer)
+    refused(zc.PlanError, zc.recompile, model)  # no optimizer has it
+    model[2] = old
+    update(model, optimizer, 0)
+    model[0], model[2] = model[2], model[0]
+    refused(zc.ZcError, update, model, optimizer, 1)
+    refused(zc.PlanError, zc.recompile, model)
+    model[0], model[2] = model[2], model[0]
+    optimizer.zero_grad()
+    update(model, optimizer, 1)
+    if stage < 3:
+        model.load_state_dict({name: torch.zeros_like(p) for name, p in model.state_dict().items()}, assign=True)
+        refused(zc.ZcError, update, model, optimizer, 2)
+    return errors
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_replaced_parameter_is_refused_by_name_until_it_has_a_place(stage: int, tmp_path: Path) -> None:
+    for saved, lacking, swapped, moved, *assigned in run_ranks(_refuse, 2, stage, str(tmp_path / "saved")):
+        assert "parameter 2.weight is another one now: it was (16, 16) torch.float32" in saved
+        assert "the optimizer lacks 2 trainable parameter(s)" in lacking
+        assert "0.weight is another one now" in swapped and "under another name" in swapped
+        assert "parameter 0.weight is called 2.weight now" in moved
+        assert len(assigned) == (stage < 3) and all("assign=True" in text for text in assigned)
