@@ -16,19 +16,3 @@ def compiled_step(s: Script) -> None:
         step = torch.compile(step, backend="aot_eager")
     for number in range(STEPS):
         step(number)
-
-
-@row(13, "forward and backward under the author's own torch.compile, the optimizer's step under another")
-def compiled_parts(s: Script) -> None:
-    def passes(number: int) -> None:
-        s.loss(number).backward()
-
-    def update() -> None:
-        s.optimizer.step()
-
-    if s.is_zc:
-        passes, update = (torch.compile(part, backend="aot_eager") for part in (passes, update))
-    for number in range(STEPS):
-        passes(number)
-        update()
-        s.optimizer.zero_grad()
