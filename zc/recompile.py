@@ -75,8 +75,9 @@ def _recompile(model: nn.Module, compiled: ShardedModel) -> None:
     buckets = plan.buckets[len(runtime.plan.buckets) :]
     weights, moved = runtime.weights, params.keys() - left.keys()
     with weights.leaving(moved, left) if isinstance(weights, ShardedWeights) else nullcontext():
-        weights.synchronize()
-        runtime.leave(left)
+        if left:
+            weights.synchronize()
+            runtime.leave(left)
         runtime.grow(plan, params)
         fill(runtime, buckets)
     compiled.leave(left)

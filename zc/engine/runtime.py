@@ -101,6 +101,7 @@ class Runtime(Core):
         self.listener = Listener()  # the optimizers
         self.buffer_sync: BufferSync | None = None  # None: each rank keeps its own buffers
         self.hooks: list[RemovableHandle] = []  # on parameters
+        self._hook_of: dict[str, RemovableHandle] = {}  # the same by name
         self._phase = Phase.IDLE
         # parameters with a gradient that came after their bucket was reduced (tied weights in two graphs): from the
         # next backward on, graphs leave their gradients to autograd, which sums them
@@ -138,11 +139,10 @@ class Runtime(Core):
         ones afterwards, with memory of their own, and schedules that name their slots are made anew."""
         where = self.plan.slot_of()
         self.drop([where[name] for name in names if name in self.params], set_to_none=True)
-        for handle in self.hooks:
-            handle.remove()
-        self.hooks.clear()
         for name in names:
             param = self.placed.pop(name)
+            if name in self._hook_of:
+                self._hook_of.pop(name).remove()
             self.params.pop(name, None)
             self.sharded_grads.pop(name, None)
             self.summed_by_autograd.discard(name)
@@ -150,7 +150,6 @@ class Runtime(Core):
             param.grad = None
             param.data = param.data.clone()
         self.buffers.grow(self.plan.without(names))
-        self.install_hooks(self.plan.buckets)
         self.programs.clear()
         self.forwards.clear()
         self.num_left += len(names)
@@ -500,8 +499,8 @@ class Runtime(Core):
         receive = weakly(self._post_accumulate_grad)
         for bucket in buckets:
             for k, slot in enumerate(bucket.slots):
-                if slot.is_left:
-                    continue
                 hook = partial(receive, bucket.index, k)
                 param = self.params[slot.name]
-                self.hooks.append(param.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+                handle: RemovableHandle = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+                self.hooks.append(handle)
+                self._hook_of[slot.name] = handle
