@@ -102,8 +102,8 @@ class ShardedOptimizer:
         self._names.update({id(self.runtime.params[name]): name for name in slots})
         for name, (bucket, slot) in slots.items():
             self._make_slice(name, bucket, slot)
-        # Every rank has a slice per dtype, empty if need be: it makes the same kinds of state
-        for name, (bucket, slot) in slots.items():
+        # where parameters are cut, every rank has a slice per dtype, empty if need be: it makes the same kinds of state
+        for name, (bucket, slot) in slots.items() if not self.rule.whole else ():
             if all(own_slice.dtype != bucket.acc_dtype for own_slice in self.slices.values()):
                 self._make_slice(name, bucket, slot, is_empty=True)
         groups = self.optimizer.param_groups
