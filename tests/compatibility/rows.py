@@ -48,6 +48,7 @@ class Script:
     dtype: torch.dtype
     is_zc: bool
     backend: str = ""
+    stage: int | None = None  # None: plain
     seen: dict[str, Tensor] = field(default_factory=dict)
 
     def batch(self, step: int, microbatch: int = 0, num: int = 4, dim: int = DIM) -> tuple[Tensor, Tensor]:

@@ -162,7 +162,7 @@ def _cell(rank: int, world_size: int, row: Row, backend: str, stage: int) -> See
         options = {"bucket_nbytes": 512, **own}
         with late_gathers(LATE) if options.get("overlap_gather") else contextlib.nullcontext():
             zc.compile(model, optimizer, stage=stage, backend=backend, **options)
-            script = Script(model, optimizer, rank, world_size, torch.float32, is_zc=True, backend=backend)
+            script = Script(model, optimizer, rank, world_size, torch.float32, True, backend, stage)
             row.loop(script)
             if model in COMPILED:
                 script.synchronize()  # the weights are read below

@@ -118,8 +118,10 @@ def _call(func: Any, args: Any, kwargs: Any) -> Any:
     is_of_another = func in _AS_ANOTHER and not isinstance(args[0], (AbsentParameter, AbsentView))
     if views and func in _ASK_FOR_GRADS:  # nn.Parameter(view) does
         _refuse_view(func, views[0])
-    if func in _ALLOWED or is_of_another or (not views and _have_bytes(params) and _can_read(func, params)):
+    if func in _ALLOWED or is_of_another:
         return _plainly(func, args, kwargs)
+    if not views and _have_bytes(params) and _can_read(func, params):
+        return _lend_views(_plainly(func, args, kwargs), params)
     viewed = None if func in _OTHERWISE_ON_META or _writes_by_name(func) else viewed_by(func, args, kwargs)
     if viewed is not None:
         absent = [tensor if isinstance(tensor, (AbsentParameter, AbsentView)) else None for tensor in viewed]
@@ -131,7 +133,18 @@ def _call(func: Any, args: Any, kwargs: Any) -> Any:
         _refuse_view(func, views[0])
     else:
         _need(func, params)
-    return _plainly(func, args, kwargs)
+    return _lend_views(_plainly(func, args, kwargs), params)
+
+
+def _lend_views(output: Any, params: list[AbsentParameter]) -> Any:
+    """Returns ``output``. Where it is a view of a whole parameter, its ``data`` or its array may be written without a
+    count."""
+    with torch_private.without_torch_function():
+        leaves = [leaf for leaf in torch_private.tensors_in(output) if isinstance(leaf, Tensor)]
+        storages = {torch_private.storage_number(leaf) for leaf in leaves if leaf.layout is torch.strided}
+        lent = [param for param in params if torch_private.storage_number(param) in storages]
+    _can_read(_DATA.__get__, lent)
+    return output
 
 
 def _absent_in(args: Any, kwargs: Any, kind: type[_T]) -> list[_T]:
