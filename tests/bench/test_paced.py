@@ -123,13 +123,16 @@ def test_zc_updates_its_shard_as_a_plain_optimizer_does(reduce: str) -> None:
 
 @pytest.mark.usefixtures("paced")
 @pytest.mark.parametrize(("device", "is_watched"), [("cpu", True), ("cuda:0", False)])
-def test_nobody_waits_with_a_timeout_for_what_a_stream_waits_for(device: str, is_watched: bool) -> None:
+def test_nobody_waits_with_a_timeout_for_what_a_stream_waits_for(
+    device: str, is_watched: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """NCCL's wait blocks the host where it is given one."""
     from unittest import mock
 
     from zc.ranks.group import Group
 
     group = Group(None)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda _: None)  # there is no GPU
     group.open_data(torch.device(device))
     group.journal = mock.Mock()
     rows, shard = torch.ones(4), torch.ones(1)
