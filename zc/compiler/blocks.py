@@ -33,7 +33,7 @@ class Blocks:
         self.positions = block_of(kinds)
         self._runtime = runtime
         self._plan: Plan | None = None  # of `_names`
-        self._names: dict[int, str] = {}  # storage of a parameter in a bucket -> its name; `zc.recompile` adds some
+        self._names: dict[int, str] = {}  # lasting storage of a parameter in a bucket -> its name
 
     def split(self, name: str | None) -> tuple[str, str] | None:
         """A parameter's name as (member, name in it); None: it is outside of blocks."""
@@ -42,13 +42,16 @@ class Blocks:
     def member_of(self, params: Sequence[object]) -> str | None:
         """The one block of these parameters, or of tensors that share their memory (checkpointing detaches what a
         forward saves); None: of none, or of several."""
-        if self._plan is not self._runtime.plan:
-            self._plan = self._runtime.plan
-            self._names = {torch_private.storage_number(p): name for name, p in self._runtime.placed.items()}
+        runtime, whole = self._runtime, self._runtime.whole
+        if self._plan is not runtime.plan:
+            self._plan = runtime.plan
+            lasting = {n: p if whole is None else whole.lasting(n, p) for n, p in runtime.placed.items()}
+            self._names = {torch_private.storage_number(tensor): name for name, tensor in lasting.items()}
+        passing = {} if whole is None else whole.names_by_storage()
         members = set()
         for param in params:
-            name = self._names.get(torch_private.storage_number(param)) if isinstance(param, Tensor) else None
-            parts = self.split(name)
+            number = torch_private.storage_number(param) if isinstance(param, Tensor) else 0
+            parts = self.split(passing.get(number, self._names.get(number)))
             members.add(None if parts is None else parts[0])
         return members.pop() if len(members) == 1 else None
 

@@ -39,6 +39,7 @@ from zc.engine.program import Program
 from zc.engine.sharded_weights import ShardedWeights
 from zc.engine.streams import Streams, ThreadStreams
 from zc.engine.weight_uses import WeightUses
+from zc.engine.whole_params import WholeParams
 from zc.errors import RankMismatchError, UncoveredGradientError, ZcError
 from zc.log import log
 from zc.planning.plan import Bucket, Plan
@@ -106,6 +107,11 @@ class Runtime(Core):
         # parameters with a gradient that came after their bucket was reduced (tied weights in two graphs): from the
         # next backward on, graphs leave their gradients to autograd, which sums them
         self.summed_by_autograd: set[str] = set()
+
+    @property
+    def whole(self) -> WholeParams | None:
+        """With sharded weights: which of them are whole."""
+        return self.weights.whole if isinstance(self.weights, ShardedWeights) else None
 
     def _watch_ranks(self, journal: Journal) -> None:
         """With several ranks: a wait for a rank that never comes ends with an error (`zc.ranks.watch`)."""

@@ -56,6 +56,15 @@ class WholeParams(Part):
         """The schedules that have run so far, for explain."""
         return list(self._programs.values())
 
+    def names_by_storage(self) -> dict[int, str]:
+        """The whole parameters by the number of the storage that each has until it is freed."""
+        placed = self.core.placed
+        return {torch_private.storage_number(placed[name]): name for name in self._empty}
+
+    def lasting(self, name: str, param: nn.Parameter) -> Tensor:
+        """A tensor with the storage that a parameter has whenever it is not whole."""
+        return self._empty.get(name, param)
+
     def make(self, buckets: Iterable[int], *, is_exact: bool = False) -> None:
         """The parameters of these buckets have all their bytes, on all ranks: for a forward, or as the shards have
         them."""
