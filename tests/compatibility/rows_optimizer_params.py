@@ -274,7 +274,7 @@ def sam(s: Script) -> None:
 for _what, _options in {
     "": {}, ", param_dtype=torch.bfloat16": {"param_dtype": torch.bfloat16}, ", offload": {"offload": "cpu"},
 }.items():  # fmt: skip
-    add(Row(f"SAM around AdamW{_what}", 6, sam, optimizer=_sam, refused=BYTES, options=_options,
+    add(Row(f"SAM around AdamW{_what}", 6, sam, optimizer=_sam, options=_options,
             tolerance=5e-2 if "bf" in _what else 2e-5))  # fmt: skip
 
 
@@ -452,13 +452,13 @@ for _name, _hook, _is_pre in (
     ("adds noise to gradients", _gradient_noise, True),
     ("clamps weights", _clamp_weights, False),
 ):
-    _refused = BYTES if "decay" in _name or "weights" in _name else {}
+    _refused = BYTES if "weights" in _name else {}
     _at = "pre" if _is_pre else "post"
     add(Row(f"a step {_at}-hook that {_name}, registered before zc.compile", 6, hooked, refused=_refused,
             optimizer=_with(_hook, _is_pre)))  # fmt: skip
     add(Row(f"a step {_at}-hook that {_name}, registered after zc.compile", 6, _later(_hook, _is_pre),
             refused=_refused))  # fmt: skip
-    if not _refused:
+    if not _refused and "decay" not in _name:
         add(Row(f"a step {_at}-hook that {_name}, offload", 6, _later(_hook, _is_pre), options={"offload": "cpu"}))
 
 

@@ -32,6 +32,11 @@ _ERRORS = {
 # In eager code what the forward has read stays whole to the update, and what the program writes into it arrives
 _COMPILED_ERRORS = {
     _BYTES: (
+        "SAM around AdamW",
+        "SAM around AdamW, param_dtype=torch.bfloat16",
+        "SAM around AdamW, offload",
+        "a step pre-hook that adds decay to matrices, registered before zc.compile",
+        "a step pre-hook that adds decay to matrices, registered after zc.compile",
         "clipping by parameter (AGC) over param_groups",
         "a norm read before a GradScaler's step that one rank's overflow skips",
         "losses weighted by learned scalars in the loop",

@@ -125,7 +125,7 @@ def train(rank: int, world_size: int, loop: Loop, memory: bool = True) -> dict[s
         result["weights"].append(weights(model))
     if loop.shape is not None:
         states = [value for o in optimizers for state in o.state.values() for value in state.values()]
-        result["numel_state"] = sum(v.numel() for v in states if isinstance(v, Tensor) and v.dim())
+        result["numel_state"] = sum(getattr(v, "local", v).numel() for v in states if isinstance(v, Tensor) and v.dim())
         result["explained"] = str(zc.explain(model))
         result["sent"] = sharded(model).runtime.ledger.last.nbytes_sent
     return result
