@@ -181,7 +181,8 @@ class ShardedWeights(Part):
             return
         self.synchronize()
         before = set(self.whole.buckets)
-        encoded = {index for index in before if core.plan.encodes_weights(core.plan.bucket(index))}
+        rounded = {index for index in core.sharded_buckets if core.plan.encodes_weights(core.plan.bucket(index))}
+        encoded, pending = before & rounded, self.whole.saved(rounded)  # a backward reads what its forward has read
         self.adopt_writes()
         self.whole.make(core.sharded_buckets, is_exact=True)
         self.absent.release()
@@ -193,7 +194,7 @@ class ShardedWeights(Part):
             self.synchronize()
             try:
                 self.whole.refuse_others()
-                self.whole.write_shards(before - encoded)
+                self.whole.write_shards(before - encoded, pending)
                 self.whole.make(encoded)  # as the forward has read them, for its backward
             finally:
                 self.passes.make_absent()

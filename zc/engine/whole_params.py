@@ -160,7 +160,7 @@ class WholeParams(Part):
     def free_unwritten(self, buckets: Iterable[int]) -> None:
         """After a forward without gradients: frees ``buckets``. What it has written stays whole to the update, and so
         does what a backward may read. All ranks call it."""
-        saved = self._saved()
+        saved = self.saved(self.buckets)
         for bucket in map(self.core.plan.bucket, sorted(self.buckets.intersection(buckets) - saved)):
             is_written = self._is_counted(bucket)
             if not is_written and self._is_unseen(bucket):
@@ -208,19 +208,20 @@ class WholeParams(Part):
             self._lent.discard(index)
         core.buffers.encoded[:] = self._encoded.values()
 
-    def _saved(self) -> set[int]:
-        """The whole buckets that a backward may still read: autograd has saved a parameter itself, not a view of it."""
+    def saved(self, buckets: Iterable[int]) -> set[int]:
+        """Those of ``buckets`` that a backward may still read: autograd has saved a parameter itself, not a view."""
         core = self.core
-        buckets = ((index, core.params_in(core.plan.bucket(index))) for index in self.buckets)
-        return {index for index, items in buckets if any(torch_private.is_saved(param) for _, param in items)}
+        items = ((index, core.params_in(core.plan.bucket(index))) for index in buckets)
+        return {index for index, params in items if any(torch_private.is_saved(param) for _, param in params)}
 
     def end_update(self) -> None:
         """The weights are new: nothing has read them."""
         self._asked.clear()
 
-    def write_shards(self, read_before: Collection[int]) -> None:
+    def write_shards(self, stays: Collection[int], goes: Collection[int]) -> None:
         """The shards, and the masters of the elements that were written, from the whole parameters of all buckets. No
-        rank reads a shard meanwhile. ``read_before``: the buckets that stay whole, since a backward may read them."""
+        rank reads a shard meanwhile. Buckets that a backward may read stay whole: ``stays``, and those that autograd
+        has saved, without ``goes``."""
         core = self.core
         self._reads.close()
         for bucket in core.plan.sharded:
@@ -230,7 +231,7 @@ class WholeParams(Part):
                     core.unset.params.discard(slot.name)
                 self._versions[slot.name] = torch_private.version(param)
         self._reads.open()
-        self.free(set(core.sharded_buckets).difference(read_before, self._saved()))
+        self.free(set(core.sharded_buckets).difference(stays, self.saved(self.buckets).difference(goes)))
 
     def refuse_others(self) -> None:
         """Raises ZcError for a whole parameter that the program has given a tensor which its shards can't take. What is
