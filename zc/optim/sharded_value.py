@@ -147,7 +147,8 @@ class ShardedValue(Tensor):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        self.copy_(value)
+        if value is not self:  # as nn.Module's methods do that change nothing
+            self.copy_(value)
 
     def numpy(self, *, force: bool = False) -> Any:
         raise ZcError(self._refusal("Tensor.numpy"))
