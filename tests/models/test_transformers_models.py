@@ -218,7 +218,7 @@ def generated(rank: int, world_size: int, backend: str) -> dict[str, Any]:
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         outside = _tokens(model, rank)
-    num_outside = len(gathered)
+    num_outside, num_buckets = len(gathered), len(zc.registry.sharded(model).runtime.plan.sharded)
     with zc.whole_parameters(model):
         inside = _tokens(model, rank)
     Accumulators.weight_places = places  # type: ignore[method-assign]
@@ -232,7 +232,7 @@ def generated(rank: int, world_size: int, backend: str) -> dict[str, Any]:
     zc.close(model)
     return {
         "tokens": [outside, inside], "wanted": wanted, "num_said": num_said, "per token": num_outside / NUM_TOKENS,
-        "buckets": len(zc.registry.sharded(model).runtime.plan.sharded),
+        "buckets": num_buckets,
     }  # fmt: skip
 
 
