@@ -114,6 +114,8 @@ class AbsentView(Tensor):
 
 def _call(func: Any, args: Any, kwargs: Any) -> Any:
     """Calls a function of parameters, or of views of them, that may have no bytes."""
+    if func in _ALLOWED and func not in _ASK_FOR_GRADS:
+        return _plainly(func, args, kwargs)
     params, views = _absent_in(args, kwargs, AbsentParameter), _absent_in(args, kwargs, AbsentView)
     is_of_another = func in _AS_ANOTHER and not isinstance(args[0], (AbsentParameter, AbsentView))
     if views and func in _ASK_FOR_GRADS:  # nn.Parameter(view) does

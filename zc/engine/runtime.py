@@ -312,7 +312,8 @@ class Runtime(Core):
         self.streams.clock.phase("update")
         self.weights.synchronize()
         self.check_names()
-        param_grads.check(self.params, self.frozen, self.sharded_grads, self.listener.is_value)
+        with torch_private.without_torch_function():
+            param_grads.check(self.params, self.frozen, self.sharded_grads, self.listener.is_value)
         drop_failed()
         self._notice_changes()
         if self._phase is Phase.FINAL or (by_grad and self.is_finished):
@@ -406,7 +407,8 @@ class Runtime(Core):
         self._take_values(assigned)
 
     def _changes(self) -> param_grads.Changes:
-        return param_grads.changes(self.plan, self.announcements.has_grad, self.params, self.sharded_grads)
+        with torch_private.without_torch_function():  # faster: parameters may be watched
+            return param_grads.changes(self.plan, self.announcements.has_grad, self.params, self.sharded_grads)
 
     def _take_values(self, assigned: Sequence[Where]) -> None:
         """Takes over the sharded values among these parameters' ``.grad``. Finished gradients are replaced at once.
