@@ -8,9 +8,9 @@ way. In a forward or backward that is not compiled, a read first gathers the byt
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
 from typing import Any, TypeVar
 
 import torch
@@ -141,9 +141,12 @@ def _call(func: Any, args: Any, kwargs: Any) -> Any:
 def _lend_views(output: Any, params: list[AbsentParameter]) -> Any:
     """Returns ``output``. Where it is a view of a whole parameter, its ``data`` or its array may be written without a
     count."""
+    storages: set[int] = set()
     with torch_private.without_torch_function():
-        leaves = [leaf for leaf in torch_private.tensors_in(output) if isinstance(leaf, Tensor)]
-        storages = {torch_private.storage_number(leaf) for leaf in leaves if leaf.layout is torch.strided}
+        for leaf in torch_private.tensors_in(output):
+            if isinstance(leaf, Tensor):
+                with contextlib.suppress(NotImplementedError):  # sparse, or a wrapper of torch.func: they have no array
+                    storages.add(torch_private.storage_number(leaf))
         lent = [param for param in params if torch_private.storage_number(param) in storages]
     _can_read(_DATA.__get__, lent)
     return output
@@ -170,7 +173,7 @@ def _views(output: Any, absent: list[AbsentParameter | AbsentView | None]) -> An
 def _with_storages(func: Any, args: Any, kwargs: Any) -> Any:
     """Calls a function that makes views. Most check them against the size of the storage, so that is not zero
     meanwhile; nothing touches the memory."""
-    with torch_private.without_torch_function(), ExitStack() as stack:
+    with torch_private.without_torch_function(), contextlib.ExitStack() as stack:
         try:
             return func(*args, **kwargs)
         except RuntimeError:
