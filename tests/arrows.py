@@ -20,6 +20,7 @@ ARROWS = {
     "passes": ("torch.distributed engine ranks compiler optim offload checkpoint report root", "all ranks, one graph"),
     "ranks": ("passes engine compiler optim offload checkpoint report root", "how ranks meet is not what they train"),
     "engine": ("compiler optim offload checkpoint report root", "a gradient's path runs without wings and compiler"),
+    "weights": ("compiler optim offload checkpoint report root", "who reads a weight does not matter to it"),
     "compiler": ("optim offload checkpoint report root", "a graph knows no optimizer"),
     "optim": ("compiler checkpoint report root", "an update compiles, saves and prints nothing"),
     "offload": ("compiler optim checkpoint report root", "a wing: the optimizer calls it"),

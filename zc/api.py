@@ -22,10 +22,7 @@ from zc.compiler.blocks import Blocks, Context, compile_blocks
 from zc.config import OPTIONS
 from zc.engine.buffer_sync import BufferSync, has_buffers
 from zc.engine.buffers import Buffers
-from zc.engine.model_passes import forward_of
-from zc.engine.overlap_gather import WeightGather
 from zc.engine.runtime import Runtime
-from zc.engine.sharded_weights import ShardedWeights
 from zc.engine.streams import make_streams
 from zc.engine.unset import Unset
 from zc.errors import ZcError
@@ -40,6 +37,9 @@ from zc.prepare import Request, fingerprint, notes_of, resolve
 from zc.ranks.group import Group
 from zc.ranks.mesh import ranks_of
 from zc.registry import COMPILED, is_ours, sharded
+from zc.weights.model_passes import forward_of
+from zc.weights.overlap_gather import WeightGather
+from zc.weights.sharded_weights import ShardedWeights
 
 
 def compile(  # noqa: A001  (the name users know from torch.compile)
@@ -112,8 +112,8 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
     Overlap:
         overlap: False runs the reductions on the compute stream.
         overlap_gather: step() returns with the all-gathers launched. In the next compiled forward each block waits for
-            its own weights (`zc.engine.forward_waits`); an earlier read of a parameter waits for that parameter
-            (`zc.engine.pending`). While the program keeps a view, ``p.data`` or an array of one, step() waits as
+            its own weights (`zc.weights.forward_waits`); an earlier read of a parameter waits for that parameter
+            (`zc.weights.pending`). While the program keeps a view, ``p.data`` or an array of one, step() waits as
             without the option. Opt-in: zc does not see reads by a C++ extension outside of blocks that takes tensors
             past torch's dispatch; call `synchronize` before one. Stage 3 gathers while forward and backward run, with
             or without it.

@@ -11,11 +11,11 @@ from torch import nn
 from zc import guards, torch_private
 from zc.checkpoint.saving import finish_pending
 from zc.engine.host_memory import unlock_dropped
-from zc.engine.sharded_weights import ShardedWeights
 from zc.errors import ZcError
 from zc.fill import restore
 from zc.optim import methods
 from zc.registry import COMPILED
+from zc.weights.sharded_weights import ShardedWeights
 
 if TYPE_CHECKING:
     from zc.optim.model import ShardedModel

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from zc import torch_private
 from zc.checks import left_to_ranks
-from zc.engine.absent import without_bytes
 from zc.engine.memory_order import flattened, in_shape
-from zc.engine.sharded_weights import ShardedWeights
 from zc.engine.unset import poison
 from zc.planning.plan import Bucket
 from zc.ranks.group import Group
+from zc.weights.absent import without_bytes
+from zc.weights.sharded_weights import ShardedWeights
 
 if TYPE_CHECKING:
     from zc.engine.runtime import Runtime

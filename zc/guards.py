@@ -25,9 +25,9 @@ from torch import Tensor, nn
 
 from zc import torch_private
 from zc.engine.names import Names
-from zc.engine.sharded_weights import ShardedWeights
 from zc.errors import PlanError, ZcError
 from zc.optim.sharded_grad import ShardedGrad
+from zc.weights.sharded_weights import ShardedWeights
 
 if TYPE_CHECKING:
     from zc.engine.runtime import Runtime

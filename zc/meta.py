@@ -12,9 +12,9 @@ import contextlib
 import torch
 from torch import nn
 
-from zc.engine.absent import without_bytes
 from zc.engine.unset import poison
 from zc.errors import PlanError
+from zc.weights.absent import without_bytes
 
 
 def place(

@@ -12,7 +12,6 @@ from torch import nn
 from zc import guards
 from zc.checks import check_added, check_shared, left_to_ranks, owners_of, trainable
 from zc.compiler.blocks import find_again
-from zc.engine.sharded_weights import ShardedWeights, named_plainly
 from zc.errors import PlanError
 from zc.fill import broadcast, fill
 from zc.optim.assignment import Assignment
@@ -21,6 +20,7 @@ from zc.planning.plan import Plan
 from zc.prepare import fingerprint, plan_of
 from zc.ranks.group import Group
 from zc.registry import sharded
+from zc.weights.sharded_weights import ShardedWeights, named_plainly
 
 if TYPE_CHECKING:
     from zc.config import Config

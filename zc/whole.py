@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from zc.engine.memory_order import in_shape
-from zc.engine.sharded_weights import ShardedWeights
 from zc.registry import sharded
+from zc.weights.sharded_weights import ShardedWeights
 
 
 @contextmanager

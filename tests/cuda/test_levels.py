@@ -23,7 +23,6 @@ from zc.engine.accumulators import Accumulators
 from zc.engine.binding import Operations
 from zc.engine.buffers import Buffers
 from zc.engine.deposits import Deposits
-from zc.engine.overlap_gather import gather_graph
 from zc.engine.program import build
 from zc.passes import insert_events, place_on_streams, verify
 from zc.passes.pipeline import pipeline
@@ -33,6 +32,7 @@ from zc.planning.plan import Plan
 from zc.planning.topology import Topology
 from zc.ranks import exchanges, group
 from zc.ranks.group import Group
+from zc.weights.overlap_gather import gather_graph
 
 SHAPE = (1024, 256)
 NUMEL = 1024 * 256

@@ -12,9 +12,9 @@ from torch import nn
 from training_runs import adamw
 
 import zc.api
-from zc.engine.overlap_gather import WeightGather
 from zc.engine.streams import Task, ThreadStreams
 from zc.schedule.buffer import COMM, MAIN
+from zc.weights.overlap_gather import WeightGather
 
 DIM, DEPTH, BUCKET = 32, 4, 5000  # one bucket a layer
 LATE = 0.02  # seconds before each bucket's gather

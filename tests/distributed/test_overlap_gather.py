@@ -21,7 +21,7 @@ from torch import nn
 from training_runs import adamw
 
 import zc
-from zc.engine.overlap_gather import WeightGather
+from zc.weights.overlap_gather import WeightGather
 
 
 def _with_and_without(rank: int, world_size: int, options: dict[str, Any]) -> tuple[bool, bool, str]:

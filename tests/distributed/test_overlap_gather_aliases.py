@@ -13,8 +13,8 @@ from late_gathers import LATE, VERY_LATE, Late, last_weight, train_late
 from torch import nn
 
 import zc
-from zc.engine.overlap_gather import WeightGather
 from zc.ranks.group import Group
+from zc.weights.overlap_gather import WeightGather
 
 ALIASES: dict[str, Callable[[nn.Parameter], Any]] = {
     "p.data": lambda p: p.data,

@@ -1,4 +1,4 @@
-"""overlap_gather in models with blocks, which wait for their weights from call to call (`zc.engine.forward_waits`).
+"""overlap_gather in models with blocks, which wait for their weights from call to call (`zc.weights.forward_waits`).
 
 The loops and the oracle, plain PyTorch with an all-reduce of each gradient, are those of test_blocks.py, with more
 ways to read weights outside of the blocks. The comm thread sleeps before each gather (late_gathers.py), so what does
@@ -21,7 +21,7 @@ from tiers import FULL
 from torch import Tensor, nn
 
 import zc
-from zc.engine.forward_waits import ForwardWaits
+from zc.weights.forward_waits import ForwardWaits
 
 LATE = 0.01
 

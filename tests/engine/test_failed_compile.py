@@ -14,11 +14,11 @@ import zc
 from zc import guards, torch_private
 from zc.checkpoint import state_marks
 from zc.engine.buffers import Buffers
-from zc.engine.overlap_gather import WeightGather
 from zc.engine.runtime import Runtime
 from zc.offload.host_step import HostStep
 from zc.optim.model import ShardedModel
 from zc.optim.optimizer import ShardedOptimizer
+from zc.weights.overlap_gather import WeightGather
 
 
 class Net(nn.Module):

@@ -10,8 +10,8 @@ from torch import nn
 from training_runs import adamw
 
 import zc
-from zc.engine.pending import Pending, PendingParameter
 from zc.errors import PlanError
+from zc.weights.pending import Pending, PendingParameter
 
 
 class _Model:

@@ -14,7 +14,6 @@ from simulation import Case
 from torch import fx
 
 from zc.config import Config
-from zc.engine.overlap_gather import gather_graph, publish_graph
 from zc.offload.host_step import step_graph
 from zc.passes import cut_forward, insert_events, offload_gradients, place_on_streams, reduce_buckets
 from zc.passes.debt import Debt
@@ -34,6 +33,7 @@ from zc.schedule.spec import (
     Segment,
     WgradInto,
 )
+from zc.weights.overlap_gather import gather_graph, publish_graph
 
 Shape = Callable[["Builder"], Sequence[fx.Node]]
 NOTHING_OWED = Debt()

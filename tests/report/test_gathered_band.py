@@ -12,7 +12,6 @@ from torch import nn
 import zc
 from zc.config import Config
 from zc.engine.clock import ClockedStep, Span
-from zc.engine.weight_uses import PlannedPass
 from zc.passes.weights_schedule import build_weights_schedule
 from zc.planning.packing import ParamSpec, make_plan
 from zc.planning.plan import Plan
@@ -23,6 +22,7 @@ from zc.report.drawing import draw
 from zc.report.timeline import Timeline, measured
 from zc.schedule.nodes import op_of, steps, stream_of
 from zc.schedule.spec import FreeWeights, GatherWeights, ReadWeights, Sync
+from zc.weights.weight_uses import PlannedPass
 
 
 def plan_of(sizes: tuple[int, ...], cap: int) -> Plan:

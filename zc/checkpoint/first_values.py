@@ -12,9 +12,9 @@ from torch import nn
 from zc.checkpoint.saving import channel_of
 from zc.checkpoint.state import owned
 from zc.engine.memory_order import flattened
-from zc.engine.sharded_weights import ShardedWeights
 from zc.engine.unset import poison
 from zc.registry import sharded
+from zc.weights.sharded_weights import ShardedWeights
 
 if TYPE_CHECKING:
     from zc.optim.model import ShardedModel

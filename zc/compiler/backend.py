@@ -23,11 +23,11 @@ from zc.compiler.forward import CompiledForward
 from zc.compiler.graphs import Hook, Origin, Traced, as_traced, keep_from_writes
 from zc.compiler.segments import interpret
 from zc.engine import param_grads
-from zc.engine.overlap_gather import WeightGather
-from zc.engine.sharded_weights import ShardedWeights
 from zc.errors import ZcError
 from zc.log import log, tell
 from zc.passes.base import returned_by
+from zc.weights.overlap_gather import WeightGather
+from zc.weights.sharded_weights import ShardedWeights
 
 if TYPE_CHECKING:
     from zc.engine.runtime import Runtime

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from zc import torch_private
-from zc.engine.forward_waits import BlockPlaces, Places
 from zc.planning.blocks import BlockKind, block_of, split_name
+from zc.weights.forward_waits import BlockPlaces, Places
 
 if TYPE_CHECKING:
     from zc.engine.runtime import Runtime

@@ -31,19 +31,19 @@ from zc.engine.buffer_sync import BufferSync
 from zc.engine.buffers import Buffers
 from zc.engine.core import Core, Listener
 from zc.engine.deposits import Deposits
-from zc.engine.forward_waits import BlockPlaces
 from zc.engine.ledger import Where
-from zc.engine.overlap_gather import WeightGather
 from zc.engine.part import weakly
 from zc.engine.program import Program
-from zc.engine.sharded_weights import ShardedWeights
 from zc.engine.streams import Streams, ThreadStreams
-from zc.engine.weight_uses import WeightUses
-from zc.engine.whole_params import WholeParams
 from zc.errors import RankMismatchError, UncoveredGradientError, ZcError
 from zc.log import log
 from zc.planning.plan import Bucket, Plan
 from zc.ranks.group import Group
+from zc.weights.forward_waits import BlockPlaces
+from zc.weights.overlap_gather import WeightGather
+from zc.weights.sharded_weights import ShardedWeights
+from zc.weights.weight_uses import WeightUses
+from zc.weights.whole_params import WholeParams
 
 if TYPE_CHECKING:
     from zc.config import Config

@@ -11,7 +11,6 @@ from torch import nn
 
 from zc.engine.accumulators import Acc
 from zc.engine.program import Program
-from zc.engine.sharded_weights import ShardedWeights
 from zc.errors import PlanError
 from zc.passes.write_in_place import nbytes_in_place
 from zc.planning.plan import Plan
@@ -22,6 +21,7 @@ from zc.report.html import BucketBar, page
 from zc.report.timeline import measured, simulate
 from zc.schedule.nodes import summary as counts_of
 from zc.schedule.nodes import text
+from zc.weights.sharded_weights import ShardedWeights
 
 if TYPE_CHECKING:
     from zc.engine.runtime import Runtime

@@ -14,7 +14,6 @@ from torch import nn
 
 from zc.checks import shardable, trainable
 from zc.config import Config, check_count
-from zc.engine.sharded_weights import named_plainly
 from zc.errors import PlanError
 from zc.plan_checks import check_plan, check_replicas, check_scripts
 from zc.planning.blocks import find_kinds
@@ -28,6 +27,7 @@ from zc.prepare import plan_for
 from zc.registry import COMPILED
 from zc.report.estimate import Estimate, Peer, estimate
 from zc.report.residency import expected_table
+from zc.weights.sharded_weights import named_plainly
 
 if TYPE_CHECKING:
     from zc.optim.model import ShardedModel

@@ -39,7 +39,7 @@ from zc.schedule.spec import (
 
 if TYPE_CHECKING:
     from zc.engine.program import Program
-    from zc.engine.weight_uses import PlannedPass
+    from zc.weights.weight_uses import PlannedPass
 
     Scheduled: TypeAlias = Program | PlannedPass  # what was clocked: a schedule, or the gathers of a pass
 

@@ -17,18 +17,18 @@ import torch
 from torch import Tensor, fx, nn
 
 from zc import torch_private
-from zc.engine.absent import give_bytes
 from zc.engine.memory_order import flattened, in_shape
 from zc.engine.part import Part
 from zc.engine.program import Program
 from zc.engine.shard_reads import ShardReads
-from zc.engine.state_dicts import write_value
 from zc.errors import ZcError
 from zc.kernels.copy_writes import same_bits
 from zc.planning.plan import Bucket
 from zc.schedule.buffer import Buffer
 from zc.schedule.nodes import put
 from zc.schedule.spec import Publish, gather_node
+from zc.weights.absent import give_bytes
+from zc.weights.state_dicts import write_value
 
 if TYPE_CHECKING:
     from zc.engine.core import Core

@@ -1,8 +1,8 @@
 """Sharded weights on one rank: all of them in stage 3, those of frozen parameters with ``shard_frozen``. This knows the
 shards, and which buckets are whole at this moment.
 
-The compiled graphs of a pass, a forward with its backward, read weights in windows (`zc.engine.weight_uses`). For code
-that is not compiled, buckets become whole (`zc.engine.whole_params`). A forward without gradients frees its own again.
+The compiled graphs of a pass, a forward with its backward, read weights in windows (`zc.weights.weight_uses`). For code
+that is not compiled, buckets become whole (`zc.weights.whole_params`). A forward without gradients frees its own again.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from zc import torch_private
-from zc.engine.absent import Absent, give_bytes
-from zc.engine.forward_waits import Places
 from zc.engine.memory_order import in_shape
-from zc.engine.model_passes import ModelPasses
-from zc.engine.overlap_gather import WeightGather
 from zc.engine.owners import spread_run
 from zc.engine.part import Part, weakly
 from zc.engine.program import Program
 from zc.engine.shard_reads import ShardReads
-from zc.engine.state_dicts import StateDicts
-from zc.engine.whole_params import WholeParams
 from zc.errors import ZcError
+from zc.weights.absent import Absent, give_bytes
+from zc.weights.forward_waits import Places
+from zc.weights.model_passes import ModelPasses
+from zc.weights.overlap_gather import WeightGather
+from zc.weights.state_dicts import StateDicts
+from zc.weights.whole_params import WholeParams
 
 if TYPE_CHECKING:
     from zc.engine.core import Core
-    from zc.engine.weight_uses import PlannedPass, WeightUses
+    from zc.weights.weight_uses import PlannedPass, WeightUses
 
 
 class ShardedWeights(Part):

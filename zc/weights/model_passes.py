@@ -1,7 +1,7 @@
 """The forwards and backwards of a model with sharded weights: which one runs, and what its parameters are meanwhile.
 
 Inside of one, compiled code finds plain parameters, and code that is not compiled finds whole ones. Outside, parameters
-are absent (`zc.engine.absent`), except inside `zc.whole_parameters`.
+are absent (`zc.weights.absent`), except inside `zc.whole_parameters`.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from zc import torch_private
-from zc.engine.absent import Absent
 from zc.engine.part import Part, weakly
+from zc.weights.absent import Absent
 
 if TYPE_CHECKING:
     from zc.engine.core import Core
     from zc.engine.shard_reads import ShardReads
-    from zc.engine.weight_uses import WeightUses
-    from zc.engine.whole_params import WholeParams
+    from zc.weights.weight_uses import WeightUses
+    from zc.weights.whole_params import WholeParams
 
 MANY_EVALUATED = 32
 

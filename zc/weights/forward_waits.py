@@ -9,7 +9,7 @@ later ones. In a model with blocks, which are compiled one by one, the forward w
     the model's call ends      for blocks that have not run
 
 Inside a block and behind it, compiled code and any other code read weights that are there. Elsewhere, code that is not
-compiled waits when it reads a parameter, which is watched until then (`zc.engine.pending`). Compiled code finds plain
+compiled waits when it reads a parameter, which is watched until then (`zc.weights.pending`). Compiled code finds plain
 parameters, since Dynamo guards their class. So what a compiled graph reads before its step above, later forwards wait
 for at their beginning. FSDP's wrapped modules wait before their forward, too (arXiv:2304.11277).
 
@@ -34,7 +34,7 @@ from zc.planning.plan import Plan
 
 if TYPE_CHECKING:
     from zc.engine.core import Core
-    from zc.engine.overlap_gather import WeightGather
+    from zc.weights.overlap_gather import WeightGather
 
 MAX_LATE = 3  # forwards in which Dynamo compiles one frame while weights are on their way
 

@@ -10,7 +10,7 @@ By default ``optimizer.step()`` returns after the gathers::
 With ``overlap_gather`` it returns after launching them, in the order in which modules were registered. The next forward
 waits for each bucket before it first reads it. (The idea is that of PyTorch's FSDP and Megatron's overlap_param_gather;
 megatron-lm#950 shows what a missing wait does.) A model with blocks does so from call to call
-(`zc.engine.forward_waits`), by schedules that wait for some buckets::
+(`zc.weights.forward_waits`), by schedules that wait for some buckets::
 
        comm | gather(1, "gathered[1]")                  compute | wait_event("done/gathered[1]")
        comm | record_event("done/gathered[1]")    ...   compute | publish(1, "gathered[1]")
@@ -42,15 +42,15 @@ from torch import fx, nn
 from torch.utils.hooks import RemovableHandle
 
 from zc import torch_private
-from zc.engine.forward_waits import ForwardWaits
 from zc.engine.part import Part, weakly
-from zc.engine.pending import Pending, can_be_watched
 from zc.engine.program import Program
 from zc.errors import ZcError
 from zc.planning.plan import Plan
 from zc.schedule.buffer import Buffer, carried_event
 from zc.schedule.nodes import put
 from zc.schedule.spec import Gather, Publish, Spread
+from zc.weights.forward_waits import ForwardWaits
+from zc.weights.pending import Pending, can_be_watched
 
 if TYPE_CHECKING:
     from zc.engine.core import Core

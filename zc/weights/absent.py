@@ -1,9 +1,9 @@
 """Refuses reads of parameters that have no bytes, with an error that names the way out.
 
 Outside of the model's forward and backward, each parameter has a class whose ``__torch_function__`` refuses functions
-that read an element. Those that read none (`zc.engine.asked`) work, and views that they make refuse reads in the same
+that read an element. Those that read none (`zc.weights.asked`) work, and views that they make refuse reads in the same
 way. In a forward or backward that is not compiled, a read first gathers the bytes. torch's lazy parameters and
-`zc.engine.pending` change the class of a tensor in the same way.
+`zc.weights.pending` change the class of a tensor in the same way.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.weak import WeakIdKeyDictionary
 
 from zc import torch_private
-from zc.engine.asked import viewed_by
-from zc.engine.pending import NO_VALUE
 from zc.errors import ZcError, not_compiled, stepping_optimizer
 from zc.planning.layout import own_strides
+from zc.weights.asked import viewed_by
+from zc.weights.pending import NO_VALUE
 
 _T = TypeVar("_T")
 _OWNERS: Any = WeakIdKeyDictionary()  # parameter -> its Absent
