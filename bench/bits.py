@@ -62,6 +62,7 @@ PLACES = {
 }  # fmt: skip
 WIRES: dict[str, dict[str, Any]] = {
     "exact": {},
+    "reduce8": {"reduce_dtype": torch.int8},
     "int8": {"reduce_dtype": torch.int8, "gather_dtype": torch.int8},
     "int4": {"reduce_dtype": torch.int8, "gather_dtype": "int4"},
 }
@@ -103,9 +104,11 @@ def every_case() -> Iterator[Case]:
         is_way = case.way in EVERYWHERE or (case.wire == "exact" and case.way != "frozen_shards")
         if case.backend != "eager" and case.way not in EVERYWHERE:
             is_way &= case.stage == "stage2" and case.place != "messages"
+        if case.wire == "reduce8":  # where weights, too, are refused
+            is_way &= case.way in ("offload", "muon")
         if case.model == "odd":
             is_way = case.way in ("plain", "no_sync", "overlap_gather", "hsdp", "frozen_shards")
-            is_way &= case.wire == "exact" or case.way == "plain"
+            is_way &= case.wire == "exact" or (case.way == "plain" and case.wire != "reduce8")
         if case.place in ("apart", "hosts_messages") and case.model == "mixer":  # a smaller part of the matrix
             is_place |= case.way == "plain" or (case.way in ("overlap_gather", "muon") and case.backend == "eager")
         if is_place and is_wire and is_way:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -56,8 +57,8 @@ def test_words_choose_cases() -> None:
     assert len({case.name for case in every}) == len(every)
     for backend in bits.BACKENDS:
         for way in bits.EVERYWHERE:
-            wires = {(case.stage, case.wire) for case in every if case[:4] == (backend, "hosts", case.wire, way)}
-            assert len(wires) == 9, "stages 1, 2, 3 x exact, int8, int4"
+            seen = {(case.stage, case.wire) for case in every if case[:4] == (backend, "hosts", case.wire, way)}
+            assert seen >= set(itertools.product(("stage1", "stage2", "stage3"), ("exact", "int8", "int4")))
             places = {case.place for case in every if case.backend == backend and case.way == way}
             assert places >= ({"memory4", "messages4"} if way == "hsdp" else {"memory", "messages"})
     with pytest.raises(ValueError, match="no case has stage4; words are"):
