@@ -5,10 +5,10 @@ one thing of one bucket at a time. Each kind of node says what it needs in the b
 there (`zc.schedule.contents`). Bucket 2 in stage 2::
 
     flatten_cast(2, "flat_grad[0]", ...)        flat_grad[0]: nothing -> gradient
-    exchange(2, "recv[0]", "flat_grad[0]")      flat_grad[0]: gradient -> nothing; recv[0]: nothing -> rows
-    accumulate(2, "acc[2]", "recv[0]")          recv[0]: rows -> nothing; acc[2]: sum -> total
+    take(2, "scratch[0]", "flat_grad[0]")       flat_grad[0]: gradient -> nothing; scratch[0]: nothing -> rows
+    finish(2, "acc[2]", "scratch[0]")           scratch[0]: rows -> nothing; acc[2]: sum -> total
 
-So these are faults: a gradient that is overwritten before it was sent, rows that no accumulate takes, and a second
+So these are faults: a gradient that is overwritten before it was sent, rows that nothing sums, and a second
 reduction of one bucket (deepspeed#7985, #7981 and #7366). On top of that:
 
 - A node that takes a ``gradient`` takes a whole one: flatten_cast or accumulate_cast (with spans) and wgrad_into have
@@ -31,7 +31,7 @@ from zc.planning.plan import Plan
 from zc.schedule.buffer import Buffer
 from zc.schedule.contents import GRADIENT, NOTHING, at_entry, facts_of, may_be_left, rows_for
 from zc.schedule.nodes import op_of
-from zc.schedule.spec import BucketOp, CopyToHost, Deposit, RowSum, Spans, WgradInto, Write
+from zc.schedule.spec import BucketOp, CopyToHost, Deposit, Reduce, Reduction, Spans, WgradInto, Write
 
 if TYPE_CHECKING:
     from zc.passes._order import Order
@@ -60,15 +60,15 @@ class _Ledger:
 
     def move(self, node: fx.Node, op: BucketOp) -> None:
         """Checks what the buffers of one operation hold before it, and notes what they hold after it."""
-        if isinstance(op, RowSum) and op.is_mean:
-            self.reduced.add(op.bucket)
+        if isinstance(op, Reduction):
+            self._check_hop(node.name, op)
         if isinstance(op, CopyToHost):
             self.landed.add(op.bucket)
         for name in dict.fromkeys((*(row.field for row in op.contents), *op.writes)):
             if (buffer := op.buffers.get(name)) is None:
                 continue
             of, content = self.holds.get(buffer) or at_entry(buffer)
-            rows = rows_for(op, name, buffer, self.facts)
+            rows = rows_for(op, name, buffer, self.facts, len(self.plan.hops))
             row = next((row for row in rows if content in row.needs and (of == op.bucket or content == NOTHING)), None)
             if row is None:
                 self._refuse(node.name, op.bucket, buffer, of, content, [need for row in rows for need in row.needs])
@@ -76,6 +76,14 @@ class _Ledger:
             if content == GRADIENT != leaves:
                 self._check_whole(of, buffer)
             self.holds[buffer] = (op.bucket, leaves)
+
+    def _check_hop(self, name: str, op: Reduction) -> None:
+        if op.hop >= len(self.plan.hops):
+            self.faults.append(f"{name} is hop {op.hop} of a reduction, which has {len(self.plan.hops)}")
+        elif isinstance(op, Reduce) != self.plan.hops[op.hop].is_direct:
+            self.faults.append(f"{name} can't be hop {op.hop}, which goes by {self.plan.hops[op.hop].way.value}")
+        elif op.brings_mean(self.plan):
+            self.reduced.add(op.bucket)
 
     def _refuse(self, name: str, bucket: int, buffer: Buffer, of: int, content: str, needs: list[str]) -> None:
         wanted = " or ".join(dict.fromkeys(needs))

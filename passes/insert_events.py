@@ -4,10 +4,10 @@ per stream.
 Before and after, buffer ``flat_grad[0]`` written on compute and read on comm::
 
     compute | flatten_cast(0, "flat_grad[0]", ...)       compute | wait_event("done/flat_grad[0]")
-       comm | exchange(0, "recv[0]", "flat_grad[0]")     compute | flatten_cast(0, "flat_grad[0]", ...)
+       comm | reduce(0, "acc[0]", "flat_grad[0]")     compute | flatten_cast(0, "flat_grad[0]", ...)
                                                   ->     compute | record_event("e0")
                                                             comm | wait_event("e0")
-                                                            comm | exchange(0, "recv[0]", "flat_grad[0]")
+                                                            comm | reduce(0, "acc[0]", "flat_grad[0]")
                                                             ...
                                                             comm | record_event("done/flat_grad[0]")
 

@@ -3,18 +3,17 @@
 Accumulators in host memory visit the device for each backward, through a ring of staging buffers (stage 2, bucket 0)::
 
     flatten_cast(0, "flat_grad[0]", ...)                  copy_to_device(0, "staging[0]", "host[0]")
-    exchange(0, "recv[0]", "flat_grad[0]")                flatten_cast(0, "flat_grad[0]", ...)
-    accumulate(0, "acc[0]", "recv[0]")                ->  exchange(0, "recv[0]", "flat_grad[0]")
-                                                          accumulate(0, "staging[0]", "recv[0]")
+    reduce(0, "acc[0]", "flat_grad[0]")               ->  flatten_cast(0, "flat_grad[0]", ...)
+                                                          reduce(0, "staging[0]", "flat_grad[0]")
                                                           copy_to_host(0, "host[0]", "staging[0]")
 
 If the ring has two buffers, each copy to the device comes one bucket early, after the write of the bucket before. So
 the bus works while that bucket is reduced. In stage 1 the whole partial sum visits the device, and ``accumulate_cast``
-and the launch use the staging buffer instead of ``acc[0]``.
+and the reduction use the staging buffer instead of ``acc[0]``.
 
 Accumulators on the device are copied before an update, from a snapshot that the next backward does not touch::
 
-    accumulate(0, "acc[0]", "recv[0]")                ->  accumulate(0, "acc[0]", "recv[0]")
+    reduce(0, "acc[0]", "flat_grad[0]")               ->  reduce(0, "acc[0]", "flat_grad[0]")
                                                           stage_shard(0, "staging[0]", "acc[0]")
                                                           copy_to_host(0, "host[0]", "staging[0]")
 
@@ -35,8 +34,8 @@ from zc.schedule.spec import (
     BucketOp,
     CopyToDevice,
     CopyToHost,
+    Reduction,
     Role,
-    RowSum,
     StageShard,
     Write,
     renamed,
@@ -57,7 +56,7 @@ def run(graph: fx.Graph, plan: Plan) -> fx.Graph:
         for k, chain in enumerate(chains):
             last, op = chain[-1]
             writes = [op for _, op in chain if isinstance(op, Write)]
-            is_reduced = isinstance(op, RowSum) and op.is_mean
+            is_reduced = isinstance(op, Reduction) and op.brings_mean(plan)
             if is_reduced or (plan.world_size == 1 and is_complete(writes, plan)):
                 insert_landing(new, plan, last, op.bucket, k)
     return new

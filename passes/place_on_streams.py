@@ -4,11 +4,11 @@ Before and after (the stream in front, as `zc.schedule.nodes.text` prints it)::
 
     segment("segment_0", %x)                                  compute | segment("segment_0", %x)
     flatten_cast(0, "flat_grad[0]", (0,), [%g])        ->     compute | flatten_cast(0, "flat_grad[0]", (0,), [%g])
-    exchange(0, "recv[0]", "flat_grad[0]")                       comm | exchange(0, "recv[0]", "flat_grad[0]")
+    reduce(0, "acc[0]", "flat_grad[0]")                          comm | reduce(0, "acc[0]", "flat_grad[0]")
 
 Placeholders, getitems and the output get none. Without ``plan.overlap`` communication runs on compute. Copies and the
-processor's work keep their streams, since the processor must be able to wait for a single copy. Where a plan reduces
-twice, what the ranks of a host read of each other's memory has a stream of its own beside comm.
+processor's work keep their streams, since the processor must be able to wait for a single copy. Where a reduction has
+several hops, what the ranks of a host read of each other's memory has a stream of its own beside comm.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from zc.passes.base import Pass, copy_graph
 from zc.planning.plan import Plan
 from zc.schedule.buffer import COMM, COMM_HOST, COMPUTE
 from zc.schedule.nodes import ops
-from zc.schedule.spec import Op, ReduceRows
+from zc.schedule.spec import Op, Reduce
 
 
 def run(graph: fx.Graph, plan: Plan) -> fx.Graph:
@@ -34,7 +34,7 @@ def _stream(op: Op, plan: Plan) -> str:
         return op.stream
     if not plan.overlap:
         return COMPUTE
-    return COMM_HOST if isinstance(op, ReduceRows) and plan.reduces_twice else COMM
+    return COMM_HOST if isinstance(op, Reduce) and len(plan.hops) > 1 else COMM
 
 
 PASS = Pass("place_on_streams", run, provides=frozenset({"streams"}))

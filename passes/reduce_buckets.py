@@ -1,41 +1,25 @@
 """Reduces each complete bucket right after its write, if this backward reduces: in stage 2 always, in stage 1 before an
 update.
 
-Stage 2, bucket 2 in ring buffer 0::
+Stage 2, bucket 2 in ring buffer 0, where ranks read each other's memory, and where they exchange messages::
 
     flatten_cast(2, "flat_grad[0]", ...)    ->    flatten_cast(2, "flat_grad[0]", ...)
-                                                  exchange(2, "recv[0]", "flat_grad[0]")
-                                                  accumulate(2, "acc[2]", "recv[0]")
+                                                  reduce(2, "acc[2]", "flat_grad[0]")
 
-Ranks that read each other's memory have one node instead, ``reduce_rows(2, "acc[2]", "flat_grad[0]")``.
+                                            ->    flatten_cast(2, "flat_grad[0]", ...)
+                                                  take(2, "scratch[0]", "flat_grad[0]")
+                                                  finish(2, "acc[2]", "scratch[0]")
 
-Where a host or a replica (a mesh of two dimensions) has several ranks, a second reduction follows the first. The first
-one, by either way, sums over these ranks into a ``host_sum``; the second one sends that sum, between the ranks of one
-number on all hosts or between the replicas of one shard::
+The plan has the hops of a reduction (`zc.planning.hops`), and each starts from what the one before has left. Two hosts
+of several ranks, with memory, and with messages, whose sum lies at the start of the buffer that was sent::
 
-    reduce_rows(2, "host_sum[0]", "flat_grad[0]")     or     exchange(2, "recv[0]", "flat_grad[0]")
-                                                             accumulate(2, "host_sum[0]", "recv[0]")
-    exchange(2, "recv[0]", "host_sum[0]")
-    accumulate(2, "acc[2]", "recv[0]")
-
-Where the ranks of a host exchange messages instead (GPUs, say), the first level sums in place: the start of the buffer
-that was sent holds the sum, and the second level sends that. So two levels need no buffer that one does not::
-
-    exchange(2, "recv[0]", "flat_grad[0]", among="host")
-    accumulate(2, "flat_grad[0]", "recv[0]", among="host")
-    exchange(2, "recv[0]", "flat_grad[0]")
-    accumulate(2, "acc[2]", "recv[0]")
-
-Where gradients leave a host in 8 bits (`zc.planning.wire`), each rank encodes them before the launch, and decodes the
-rows that it sums::
-
-    flatten_cast(2, "flat_grad[0]", ...)    ->    flatten_cast(2, "flat_grad[0]", ...)
-                                                  quantise(2, "wire[0]", "flat_grad[0]")
-                                                  exchange(2, "recv[0]", "wire[0]")
-                                                  accumulate_quantised(2, "acc[2]", "recv[0]")
+    reduce(2, "host_sum[0]", "flat_grad[0]")      or     take(2, "scratch[0]", "flat_grad[0]")
+                                                         finish(2, "flat_grad[0]", "scratch[0]")
+    take(2, "scratch[0]", "host_sum[0]", hop=1)          take(2, "scratch[0]", "flat_grad[0]", hop=1)
+    finish(2, "acc[2]", "scratch[0]", hop=1)             finish(2, "acc[2]", "scratch[0]", hop=1)
 
 Stage 1 sends the accumulator itself. The pass leaves alone a bucket of which this graph writes only some slots: the
-boundary reduces it. With one rank nothing is sent: stage 2 accumulates from the flat_grad, and stage 1 is done.
+boundary reduces it. With one rank nothing is sent: stage 2 reduces from the flat_grad, and stage 1 is done.
 """
 
 from __future__ import annotations
@@ -45,18 +29,11 @@ from collections.abc import Sequence
 from torch import fx
 
 from zc.passes.base import Pass, copy_graph
+from zc.planning.hops import Into
 from zc.planning.plan import NUM_HOST_SUMS, Plan
 from zc.schedule.buffer import Buffer
 from zc.schedule.nodes import ops, put_after
-from zc.schedule.spec import (
-    WITHIN_HOST,
-    Accumulate,
-    AccumulateQuantised,
-    Exchange,
-    Quantise,
-    ReduceRows,
-    Write,
-)
+from zc.schedule.spec import Finish, Reduce, Take, Write
 
 
 def run(graph: fx.Graph, plan: Plan) -> fx.Graph:
@@ -84,34 +61,17 @@ def is_complete(writes: Sequence[Write], plan: Plan) -> bool:
 
 def insert_reduction(graph: fx.Graph, plan: Plan, after: fx.Node, bucket: int, turn: int) -> None:
     """Reduces one bucket, after the node ``after``. ``turn``: which buffer of each ring it uses."""
-    acc, host_sum = Buffer("acc", bucket), Buffer("host_sum", turn % NUM_HOST_SUMS)
+    acc, scratch = Buffer("acc", bucket), Buffer("scratch", 0)  # one is enough: hops follow each other on one stream
     src = Buffer("flat_grad", turn % plan.num_buffers) if plan.placement.shards_gradients else acc
-    if plan.num_ranks == 1:
-        if src != acc:
-            put_after(graph, after, Accumulate(bucket, acc, src))
-        return
-    if plan.sums_in_place:
-        after = _exchange(graph, plan, after, bucket, src, src, WITHIN_HOST)
-    first = host_sum if plan.reduces_twice else acc
-    if plan.reads_rows:
-        after = put_after(graph, after, ReduceRows(bucket, first, src))
-    else:
-        after = _exchange(graph, plan, after, bucket, first, src)
-    if plan.reduces_twice:
-        _exchange(graph, plan, after, bucket, acc, host_sum)
-
-
-def _exchange(
-    graph: fx.Graph, plan: Plan, after: fx.Node, bucket: int, dst: Buffer, src: Buffer, among: str | None = None
-) -> fx.Node:
-    """dst <- src of all ranks, or of those of this host, by messages. Inside a host nothing is encoded."""
-    # one receive buffer is enough: launch, completion and accumulation follow each other on one stream
-    recv, is_encoded = Buffer("recv", 0), plan.reduce_bits > 0 and among is None
-    if is_encoded:
-        wire = Buffer("wire", 0)
-        after, src = put_after(graph, after, Quantise(bucket, wire, src)), wire
-    add = AccumulateQuantised(bucket, dst, recv) if is_encoded else Accumulate(bucket, dst, recv, among)
-    return put_after(graph, after, Exchange(bucket, recv, src, among), add)
+    sums = {Into.ACCUMULATOR: acc, Into.HOST_SUM: Buffer("host_sum", turn % NUM_HOST_SUMS)}
+    for hop in plan.hops:
+        dst = sums.get(hop.into, src)
+        if hop.is_direct:
+            after = put_after(graph, after, Reduce(bucket, dst, src, hop.number))
+        else:
+            parts = Take(bucket, scratch, src, hop.number), Finish(bucket, dst, scratch, hop.number)
+            after = put_after(graph, after, *parts)
+        src = dst
 
 
 PASS = Pass("reduce_buckets", run, requires=frozenset({"writes"}), provides=frozenset({"reductions"}))

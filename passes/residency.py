@@ -5,7 +5,7 @@ bytes that reads and frees read.
 
 A pass's gathers (`zc.passes.weights_schedule`) are a table of what is alive::
 
-    gather_weights(3, "arena[0]", "weight[3]", 0, 4096)         alive: 3 in [0, 4096)
+    gather(3, "arena[0]", src="weight[3]", extent=(0, 4096))    alive: 3 in [0, 4096)
     read_weights("arena[0]", 0, (3,), spans=((0, 4096),))       3 is there, in that extent
     free_weights(3, "arena[0]", 0, 4096)                        nothing is alive
 
@@ -31,7 +31,7 @@ from zc.planning.layout import ALIGN_NBYTES
 from zc.planning.plan import Plan
 from zc.schedule.buffer import MAIN, Buffer
 from zc.schedule.nodes import item_of, results, stream_of
-from zc.schedule.spec import Cast, Deposit, FreeWeights, GatherWeights, Op, ReadWeights, Segment, TakeWeights
+from zc.schedule.spec import Cast, Deposit, FreeWeights, Gather, Op, ReadWeights, Segment, TakeWeights
 
 if TYPE_CHECKING:
     from zc.passes._order import Order
@@ -53,7 +53,7 @@ class _Arena:
         self._num_uses = 0
         self._uses: tuple[tuple[int, ...], ...] | None = order.nodes[-1].meta.get("uses")
         for node, op in zip(order.nodes, order.ops, strict=True):
-            if isinstance(op, GatherWeights) and op.dst.kind == "arena":
+            if isinstance(op, Gather) and op.dst.kind == "arena":
                 self._gather(node, op)
             elif isinstance(op, ReadWeights):
                 self._read(node, op)
@@ -66,24 +66,29 @@ class _Arena:
         if self._uses is not None and self._num_uses != len(self._uses):
             self.faults.append(f"the schedule has {self._num_uses} uses, and the pass {len(self._uses)}")
 
-    def _gather(self, node: fx.Node, op: GatherWeights) -> None:
-        place = f"bucket {op.bucket} into {op.dst} {_range(op.start, op.stop)}"
+    def _gather(self, node: fx.Node, op: Gather) -> None:
+        if op.extent is None:
+            self.faults.append(
+                f"{node.name} gathers bucket {op.bucket} into all of {op.dst}, and needs an extent of it"
+            )
+            return
+        (start, stop), nbytes, cap = op.extent, self.plan.bucket(op.bucket).nbytes, self.plan.weight_cap
+        place = f"bucket {op.bucket} into {op.dst} {_range(start, stop)}"
         if (op.dst, op.bucket) in self._alive:
             name, *extent = self._alive[op.dst, op.bucket]
             text = f"{node.name} gathers {place}, and it lies in {_range(*extent)} since {name}: nobody has freed it"
             self.faults.append(text)
-        for (buffer, bucket), (name, start, stop) in self._alive.items():
-            if buffer == op.dst and bucket != op.bucket and op.start < stop and start < op.stop:
-                other = f"bucket {bucket} lies in {_range(start, stop)} since {name}"
+        for (buffer, bucket), (name, *extent) in self._alive.items():
+            if buffer == op.dst and bucket != op.bucket and start < extent[1] and extent[0] < stop:
+                other = f"bucket {bucket} lies in {_range(*extent)} since {name}"
                 self.faults.append(f"{node.name} gathers {place}, and {other}")
-        if op.start < 0 or op.start % ALIGN_NBYTES:
+        if start < 0 or start % ALIGN_NBYTES:
             self.faults.append(f"{node.name} gathers {place}, which starts at no multiple of {ALIGN_NBYTES} bytes")
-        nbytes, cap = self.plan.bucket(op.bucket).nbytes, self.plan.weight_cap
-        if op.stop - op.start != nbytes:
+        if stop - start != nbytes:
             self.faults.append(f"{node.name} gathers {place}, and its weights have {nbytes} bytes")
-        if op.stop > cap:
+        if stop > cap:
             self.faults.append(f"{node.name} gathers {place}, and weight_nbytes allows {cap} bytes")
-        self._alive[op.dst, op.bucket] = (node.name, op.start, op.stop)
+        self._alive[op.dst, op.bucket] = (node.name, start, stop)
 
     def _read(self, node: fx.Node, op: ReadWeights) -> None:
         if op.use != self._num_uses:

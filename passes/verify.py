@@ -12,7 +12,7 @@ elements conflict if one of them writes; happens-before is program order on a st
 Before and after: a proved schedule comes back equal. One that isn't raises, here with ``wait_event("e0")`` deleted::
 
     compute | flatten_cast(0, "flat_grad[0]", ...)     RaceError: flat_grad[0] is written by flatten_cast on compute
-       comm | exchange(0, "recv[0]", "flat_grad[0]")   and read by exchange on comm, and nothing orders them
+       comm | reduce(0, "acc[0]", "flat_grad[0]")   and read by reduce on comm, and nothing orders them
 
 A schedule on one stream has nothing to wait for; (c) and (d) are still checked. `zc.passes._order` has the clocks. The
 cost is near-linear: one walk, and for each wait the steps whose clock it changes, as a rule one.

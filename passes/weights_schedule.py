@@ -2,12 +2,12 @@
 
 `zc.planning.residency` plans where each bucket lies. Bucket 3 is read first, then bucket 2::
 
-       comm | gather_weights(3, "arena[0]", "weight[3]", 0, 4096)         piece 0
-       comm | gather_weights(2, "arena[0]", "weight[2]", 4096, 8192)
+       comm | gather(3, "arena[0]", src="weight[3]", extent=(0, 4096))          piece 0
+       comm | gather(2, "arena[0]", src="weight[2]", extent=(4096, 8192))
     compute | read_weights("arena[0]", 0, (3,), spans=((0, 4096),))
-    compute | free_weights(3, "arena[0]", 0, 4096)                        piece 1
+    compute | free_weights(3, "arena[0]", 0, 4096)                              piece 1
     compute | read_weights("arena[0]", 1, (2,), spans=((4096, 8192),))
-    compute | free_weights(2, "arena[0]", 4096, 8192)                     the rest
+    compute | free_weights(2, "arena[0]", 4096, 8192)                           the rest
 
 Between two pieces run the graphs that read: schedules of their own, on the same streams, which touch neither the arena
 nor the shards. They add order and take none away, so the proof of all pieces in a row holds for them. Their events have
@@ -39,7 +39,7 @@ def weights_graph(plan: Plan, residency: Residency) -> fx.Graph:
         for bucket, start, stop in piece.frees:
             put(graph, FreeWeights(bucket, ARENA, start, stop))
         for bucket, start, stop in piece.gathers:
-            put(graph, gather_node(plan, bucket, ARENA, start, stop))
+            put(graph, gather_node(plan, bucket, ARENA, (start, stop)))
         if use < len(residency.uses):
             spans = tuple((start, stop) for _, start, stop in piece.reads)
             put(graph, ReadWeights(ARENA, use, tuple(bucket for bucket, _, _ in piece.reads), spans=spans))

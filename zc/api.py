@@ -188,7 +188,7 @@ def _make_runtime(request: Request, ranks: Group) -> Runtime:
     """Makes process groups, streams, and everything else that does not change the model."""
     plan, device = request.plan, request.device
     ranks.open_data(device)
-    if plan.has_levels:
+    if plan.topology.has_levels:
         ranks.shard.open_levels()
     buffers, params = Buffers(plan, ranks.shard.rank), dict(request.assignment.params)
     runtime = Runtime(request.config, buffers, ranks, make_streams(device), params)

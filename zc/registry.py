@@ -36,7 +36,7 @@ def is_ours(optimizer: Optimizer) -> bool:
 def persistent_nbytes(model: nn.Module) -> dict[str, int]:
     """Bytes that this rank holds for the model, by kind, counted from the tensors themselves.
 
-    Those of gradients (acc, flat_grad, recv) exist from a backward until the gradients are set to None.
+    Those of gradients (acc, flat_grad, scratch) exist from a backward until the gradients are set to None.
     """
     sharded_model = sharded(model)
     runtime = sharded_model.runtime

@@ -32,6 +32,7 @@ from zc.planning.plan import Plan
 from zc.planning.topology import Topology
 from zc.ranks import exchanges, group
 from zc.ranks.group import Group
+from zc.ranks.routes import Routes
 from zc.weights.overlap_gather import gather_graph
 
 SHAPE = (1024, 256)
@@ -132,7 +133,7 @@ def run_threads(hosts: Topology, plan: Plan, grads: list[Tensor]) -> tuple[Wires
         buffers.flat_param[0].fill_(1.0)
         columns = group_of(row, replicas, Topology(len(replicas), 1)) if len(replicas) > 1 else None
         ranks = SimpleNamespace(shard=group, replicas=columns, rank=rank)
-        accs = Accumulators(buffers, ranks)  # type: ignore[arg-type]
+        accs = Accumulators(buffers, ranks, Routes(plan, ranks, buffers.tables))  # type: ignore[arg-type]
         deposits = Deposits(Inline(), pipeline(in_place=False), accs)  # type: ignore[arg-type]
         deposits.add(bucket, 0, grads[rank].to(bucket.param_dtype))
         deposits.flush(plan, 0, is_boundary=True, may_reduce=None)

@@ -20,7 +20,7 @@ import zc
 from zc.engine.accumulators import Accumulators
 from zc.engine.operations import TABLE
 from zc.ranks.journal import EXCHANGES
-from zc.schedule.spec import ReduceRows
+from zc.schedule.spec import Reduce
 
 BACKENDS = ("eager", "aot_eager")
 
@@ -58,22 +58,22 @@ def _probe(
     )
 
     zc.compile(model, adamw(model), stage=stage, backend=backend, bucket_nbytes=4096)
-    reduce_rows = TABLE[ReduceRows]
+    reduce = TABLE[Reduce]
     if fault:  # the report's own: the last microbatch joins the accumulator after the reduction
 
         def leaking(self: Accumulators, bucket: int, acc: str, src: str) -> None:
-            reduce_rows(self, bucket, acc, src)
+            reduce(self, bucket, acc, src)
             self.buffers.acc_shard(self.plan.buckets[bucket]).add_(late[rank], alpha=0.01)
 
         late = [0.01, -0.01]
-        TABLE[ReduceRows] = leaking
+        TABLE[Reduce] = leaking
     try:
         for k, x in enumerate(_probe_batches(rank)):
             with zc.no_sync(model) if declared and k < 3 else contextlib.nullcontext():
                 model(x).float().pow(2).mean().backward()
         got = zc.full_grad(model)
     finally:
-        TABLE[ReduceRows] = reduce_rows
+        TABLE[Reduce] = reduce
     gathered: list[Any] = [None] * world_size
     dist.all_gather_object(gathered, got)
     return worst(got, gathered[0])[0], worst(got, wanted)[0], worst(got, exact)[0]

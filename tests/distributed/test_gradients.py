@@ -18,7 +18,7 @@ from training_runs import Run, adamw
 import zc
 from zc.engine.accumulators import Accumulators
 from zc.engine.operations import TABLE
-from zc.schedule.spec import ReduceRows
+from zc.schedule.spec import Reduce
 
 MICROBATCHES = 2
 
@@ -36,20 +36,20 @@ def gradients(rank: int, run: Run, double: bool = False) -> dict[str, Tensor | N
 
 def _error(rank: int, world_size: int, run: Run, double: bool, fault: str = "") -> tuple[float, str]:
     """Job: the largest relative difference to the oracle. ``fault`` breaks zc on purpose."""
-    reduce_rows = TABLE[ReduceRows]
+    reduce = TABLE[Reduce]
     if fault == "twice":
 
         def broken(self: Accumulators, *args: Any) -> None:
-            reduce_rows(self, *args)
-            reduce_rows(self, *args)
+            reduce(self, *args)
+            reduce(self, *args)
 
-        TABLE[ReduceRows] = broken
+        TABLE[Reduce] = broken
     elif fault == "first bucket lost":
-        TABLE[ReduceRows] = lambda self, b, *a: reduce_rows(self, b, *a) if b else None
+        TABLE[Reduce] = lambda self, b, *a: reduce(self, b, *a) if b else None
     try:
         got = gradients(rank, run, double)
     finally:
-        TABLE[ReduceRows] = reduce_rows
+        TABLE[Reduce] = reduce
     case = run.of
     batches = [[case.batch(r, 0, m) for m in range(MICROBATCHES)] for r in range(world_size)]
     wanted = full_gradients(case.model(), case.loss, batches)

@@ -43,13 +43,13 @@ def formula(world_size: int, stage: int, reduce: str, dtype: torch.dtype, num_bu
     total, largest = sum(padded), max(padded)
     shard = total // world_size
     ring = min(num_buffers, len(buckets))
-    recv = 0 if world_size == 1 or reduce == "exact" else largest // world_size  # ranks of a host read, and keep none
+    scratch = 0 if world_size == 1 or reduce == "exact" else largest // world_size  # ranks of a host read, and keep none
     return {
         "flat_param": total * size,
         "master_shard": shard * 4 if size < 4 else 0,
         "acc": 4 * (total if stage == 1 else shard),
         "flat_grad": largest * wire * ring if stage == 2 else 0,
-        "recv": recv * wire,
+        "scratch": scratch * wire,
     }
 
 
@@ -90,7 +90,7 @@ def test_persistent_bytes_are_the_formula(world_size: int) -> None:
             moments += state
             # beside it: the optimizer's step counters, a few bytes for each parameter
             assert 0 <= seen["alive"] - sum(seen["claimed"].values()) <= 1024, seen
-            gone = sum(claimed[kind] for kind in ("acc", "flat_grad", "recv"))
+            gone = sum(claimed[kind] for kind in ("acc", "flat_grad", "scratch"))
             assert seen["alive"] - seen["between"] == gone, "zero_grad gives the gradients' memory back, and no other"
         assert moments == 8 * results[0]["numel"], "two fp32 moments for each element, once over all ranks"
 

@@ -341,7 +341,7 @@ def test_what_is_sent_and_held_is_what_was_planned() -> None:
             assert sum(reductions.values()) == planned.wire["gradients"]
             assert sent.get("gather weights", 0) == planned.wire["parameters"]
             assert {kind: n for kind, n in result.items() if n} == {k: planned.device[k] for k in result if result[k]}
-            assert result["recv"] > 0 and ("host_sum" in result) == (shape[1] > 1)
+            assert result["scratch"] > 0 and ("host_sum" in result) == (shape[1] > 1)
 
 
 def test_bytes_that_leave_a_host() -> None:
@@ -352,7 +352,7 @@ def test_bytes_that_leave_a_host() -> None:
     numel = model.weight.numel()
     planned = zc.plan(model, world_size=8, num_replicas=2, ranks_per_host=4)
     assert planned.host_wire == {"gradients": 4 * numel, "parameters": 0}
-    assert planned.device["host_sum"] == 2 * numel // 4 * 4 and planned.device["recv"] == numel // 4 * 4
+    assert planned.device["host_sum"] == 2 * numel // 4 * 4 and planned.device["scratch"] == numel // 4 * 4
     flat = zc.plan(model, world_size=8, num_replicas=2)
     assert flat.host_wire["gradients"] == (3 * numel // 4 + numel // 4) * 4  # each rank on its own: of one rank
     assert zc.plan(model, world_size=8, num_replicas=4).device["optimizer_state"] == 2 * 4 * numel // 2

@@ -86,7 +86,7 @@ def held(rank: int, world_size: int, stage: int) -> tuple[int, int, int]:
         optimizer.step()
         optimizer.zero_grad()
     live = nbytes_since(before)
-    gone = ("acc", "flat_grad", "recv", "arena")
+    gone = ("acc", "flat_grad", "scratch", "arena")
     counted, planned = zc.persistent_nbytes(net), zc.plan(net, optimizer="Adam").device
     zc.close(net)
     return live, *(sum(n for kind, n in kinds.items() if kind not in gone) for kinds in (counted, planned))

@@ -16,9 +16,10 @@ from zc.engine.accumulators import Accumulators
 from zc.engine.buffers import Buffers
 from zc.engine.deposits import Deposits
 from zc.passes.pipeline import pipeline
+from zc.planning.hops import Level
 from zc.planning.packing import ParamSpec, make_plan
-from zc.planning.plan import Level
 from zc.planning.topology import flat
+from zc.ranks.routes import Routes
 
 SHAPES = {"weight": (9, 7), "bias": (13,)}
 
@@ -76,7 +77,7 @@ def test_every_replica_has_the_mean_in_one_order(
         )
         buffers = Buffers(plan, index)
         buffers.add(bucket)
-        accs = Accumulators(buffers, group)  # type: ignore[arg-type]
+        accs = Accumulators(buffers, group, Routes(plan, group, buffers.tables))  # type: ignore[arg-type]
         deposits = Deposits(Inline(), pipeline(in_place=False), accs)  # type: ignore[arg-type]
         for grads in updates[: 2 if stage == 2 else 1]:
             for slot, grad in enumerate(grads[rank]):

@@ -67,7 +67,7 @@ class Ops:
         self.wire = torch.cuda.Stream()
         self.buffers: dict[str, Tensor] = {}
         slots = max(len(b.slots) for b in plan.buckets)
-        for name in [f"flat_grad[{k}]" for k in range(plan.num_buffers)] + ["recv[0]"]:
+        for name in [f"flat_grad[{k}]" for k in range(plan.num_buffers)] + ["scratch[0]"]:
             self.buffers[name] = torch.full((slots, NUMEL), float("nan"), device="cuda")
         for b in plan.buckets:
             self.buffers[f"acc[{b.index}]"] = torch.ones(slots, NUMEL, device="cuda")
@@ -84,13 +84,13 @@ class Ops:
     def accumulate_cast(self, bucket: int, buffer: str, slots: Sequence[int], grads: Sequence[Tensor]) -> None:
         self.buffers[buffer].mul_(0.5).add_(torch.stack(list(grads)))
 
-    def exchange(self, bucket: int, dst: str, src: str) -> None:
+    def take(self, bucket: int, dst: str, src: str) -> None:
         self.wire.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.wire):
             self.buffers[dst].copy_(self.buffers[src]).mul_(1.25)
         torch.cuda.current_stream().wait_stream(self.wire)
 
-    def accumulate(self, bucket: int, acc: str, src: str) -> None:
+    def finish(self, bucket: int, acc: str, src: str) -> None:
         self.buffers[acc].mul_(0.5).add_(self.buffers[src])
 
 

@@ -16,7 +16,7 @@ from zc.planning.plan import Plan
 from zc.planning.topology import flat
 from zc.schedule import cost
 from zc.schedule.nodes import op_of, steps
-from zc.schedule.spec import Exchange
+from zc.schedule.spec import Take
 
 ROWS, WIDTH = 30_000, 64
 
@@ -51,7 +51,7 @@ def test_flops_of_a_schedule_are_those_of_its_matmuls() -> None:
     assert sum(cost.flops(n) for n in inner) == 2 * (2 * 4 * WIDTH * WIDTH)
     us = cost.estimate(plan)
     assert all(us(n) >= 0 for n in steps(graph))
-    launches = {n.args[0]: us(n) for n in steps(graph) if isinstance(op_of(n), Exchange)}
+    launches = {n.args[0]: us(n) for n in steps(graph) if isinstance(op_of(n), Take)}
     assert launches[2] > 50 * launches[0], "the embedding is 469 times as large"
     half = ROWS * WIDTH * 4 / 2  # each of two ranks sends half of the bucket
     c = cost.CEILINGS["cpu"]

@@ -18,7 +18,7 @@ from zc.passes.base import Pass, copy_graph
 from zc.passes.pipeline import pipeline
 from zc.passes.runner import run_passes
 from zc.schedule.nodes import op_of, put, text
-from zc.schedule.spec import Accumulate, AccumulateCast, Deposit, Exchange, FlattenCast, Segment
+from zc.schedule.spec import AccumulateCast, Deposit, Finish, FlattenCast, Segment, Take
 
 pytestmark = pytest.mark.check
 
@@ -59,8 +59,8 @@ def test_tag_gradients_names_a_shape_that_differs() -> None:
 def test_a_complete_bucket_is_written_once_and_reduced_at_once() -> None:
     graph, names = chain(4)
     new = after("reduce_buckets", graph, plan_for(names))
-    ops = [n for n in new.nodes if isinstance(op_of(n), FlattenCast | Exchange | Accumulate)]
-    assert [type(op_of(n)) for n in ops] == [FlattenCast, Exchange, Accumulate] * 2
+    ops = [n for n in new.nodes if isinstance(op_of(n), FlattenCast | Take | Finish)]
+    assert [type(op_of(n)) for n in ops] == [FlattenCast, Take, Finish] * 2
     assert [n.args[1] for n in ops if isinstance(op_of(n), FlattenCast)] == ["flat_grad[0]", "flat_grad[1]"]
     for first, second in itertools.pairwise(ops[:3]):
         assert first.next is second, "nothing stands between a bucket's write and its accumulation"

@@ -18,14 +18,15 @@ from zc.schedule.buffer import KINDS, MAIN, Buffer, carried_by, carried_event
 from zc.schedule.contents import FACTS
 from zc.schedule.nodes import TARGETS, change, op_of, put, text
 from zc.schedule.spec import (
-    Accumulate,
     Deposit,
-    Exchange,
+    Finish,
     FlattenCast,
     Op,
     RecordEvent,
+    Reduce,
     Role,
     Segment,
+    Take,
     WgradInto,
 )
 
@@ -39,7 +40,7 @@ def test_a_record_comes_back_as_it_was_put_in() -> None:
     records: list[Op] = [
         Segment("segment_0", (x, x)), Segment("segment_1", ()), FlattenCast(2, RING, (0, 1), (x, x)),
         FlattenCast(2, RING, (), (), ((3, 8),)), FlattenCast(2, RING, (0,), (x,), ()), Deposit(2, 1, x),
-        WgradInto(2, ACC, 0, 0, 3, (x,), "scatter"), WgradInto(2, ACC, 0, 0, 3, (x,)), Accumulate(2, ACC, RING),
+        WgradInto(2, ACC, 0, 0, 3, (x,), "scatter"), WgradInto(2, ACC, 0, 0, 3, (x,)), Reduce(2, ACC, RING, 1),
     ]  # fmt: skip
     nodes = [put(graph, op) for op in records]
     assert [op_of(node) for node in nodes] == records
@@ -55,10 +56,10 @@ def test_a_record_comes_back_as_it_was_put_in() -> None:
         (Deposit, (True, 0, "x"), r"bucket=True"),
         (Deposit, (2, 0), r"2 arguments, for bucket, slot, grad"),
         (Deposit, (2, 0, None), r"grad=None: no Node"),
-        (Accumulate, (2, "akk[2]", "recv[0]"), r"accumulate is no Accumulate: dst='akk\[2\]': akk\[2\] is no buffer"),
-        (Accumulate, (2, "acc[2]", "recv"), r"src='recv': 'recv' is no buffer's name"),
-        (Accumulate, (2, "acc[2]", "recv[-1]"), r"src='recv\[-1\]'"),
-        (Exchange, (2, "recv[0]", 3), r"src=3: no str"),
+        (Finish, (2, "akk[2]", "scratch[0]"), r"finish is no Finish: dst='akk\[2\]': akk\[2\] is no buffer"),
+        (Finish, (2, "acc[2]", "scratch"), r"src='scratch': 'scratch' is no buffer's name"),
+        (Finish, (2, "acc[2]", "scratch[-1]"), r"src='scratch\[-1\]'"),
+        (Take, (2, "scratch[0]", 3), r"src=3: no str"),
         (FlattenCast, (2, "flat_grad[0]", 0, []), r"slots=0: no tuple"),
         (FlattenCast, (2, "flat_grad[0]", (0,), ["x"]), None),
         (FlattenCast, (2, "flat_grad[0]", (0.0,), ["x"]), r"slots=\(0.0,\)"),
@@ -83,17 +84,17 @@ def test_a_node_is_checked_where_it_is_made_and_where_it_is_changed() -> None:
     x = graph.placeholder("x")
     with pytest.raises(PassError, match=r"deposit is no Deposit: slot=None"):
         put(graph, Deposit(0, None, x))
-    node = put(graph, Exchange(0, Buffer("recv", 0), RING))
-    with pytest.raises(PassError, match=r"exchange is no Exchange: bucket='0'"):
-        change(node, Exchange("0", Buffer("recv", 0), RING))
+    node = put(graph, Take(0, Buffer("scratch", 0), RING))
+    with pytest.raises(PassError, match=r"take is no Take: bucket='0'"):
+        change(node, Take("0", Buffer("scratch", 0), RING))
 
 
 def test_whoever_changes_arguments_changes_the_record() -> None:
     graph = fx.Graph()
-    node = put(graph, Accumulate(0, ACC, Buffer("recv", 0)))
+    node = put(graph, Finish(0, ACC, Buffer("scratch", 0)))
     assert op_of(node) is op_of(node), "read once"
     node.args = (1, *node.args[1:])
-    assert op_of(node) == Accumulate(1, ACC, Buffer("recv", 0))
+    assert op_of(node) == Finish(1, ACC, Buffer("scratch", 0))
     write = put(graph, FlattenCast(0, RING, (), ()))
     write.kwargs = {"spans": ((0, 1),)}
     assert op_of(write) == FlattenCast(0, RING, (), (), ((0, 1),))
@@ -105,7 +106,7 @@ def test_whoever_changes_arguments_changes_the_record() -> None:
 
 def test_every_kind_has_its_own_name() -> None:
     names = [target.__name__ for target in TARGETS.values()]
-    assert len(names) == len(set(names)) == 25 and {"wgrad_into", "copy_to_device", "record_event"} <= set(names)
+    assert len(names) == len(set(names)) == 21 and {"wgrad_into", "copy_to_device", "record_event"} <= set(names)
 
 
 def test_every_kind_says_what_it_does() -> None:
@@ -117,8 +118,7 @@ def test_every_kind_says_what_it_does() -> None:
         assert {*kind.writes} <= {row.field for row in kind.contents}, kind
         assert {fact for row in kind.contents for fact in row.when.split()} <= facts, kind
     reductions = {kind.__name__ for kind in TARGETS if kind.role is Role.REDUCTION}
-    by_messages = {"Exchange", "Accumulate", "Quantise", "AccumulateQuantised"}
-    assert reductions == {"ReduceRows"} | by_messages
+    assert reductions == {"Reduce", "Take", "Finish"}
 
 
 def test_the_proof_refuses_a_kind_that_does_not_say_what_it_leaves(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from zc.passes.pipeline import pipeline
 from zc.passes.runner import run_passes
 from zc.passes.write_in_place import nbytes_in_place
 from zc.schedule.nodes import op_of
-from zc.schedule.spec import AccumulateCast, Exchange, FlattenCast, WgradInto
+from zc.schedule.spec import AccumulateCast, FlattenCast, Take, WgradInto
 
 _aten = torch.ops.aten
 
@@ -60,7 +60,7 @@ def test_stage_1_opens_the_accumulator_first() -> None:
     slots = writes(after("reduce_buckets", graph, plan))
     assert [type(op_of(n)) for n in slots] == [AccumulateCast, WgradInto, WgradInto] * 2
     assert slots[0].args[2:] == ((), []) and slots[0].kwargs == {"spans": ()}
-    launches = [n for n in after("reduce_buckets", graph, plan).nodes if isinstance(op_of(n), Exchange)]
+    launches = [n for n in after("reduce_buckets", graph, plan).nodes if isinstance(op_of(n), Take)]
     assert all(isinstance(op_of(n.prev), WgradInto) for n in launches), "a bucket is sent when its last part is there"
 
 

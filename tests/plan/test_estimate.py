@@ -31,7 +31,7 @@ def test_bytes_of_a_model_without_padding() -> None:
     plain = zc.plan(meta_linear(), world_size=ranks, param_dtype=BF16)
     assert plain.num_params == numel and plain.num_buckets == 1
     assert dict(plain.device) == {
-        "flat_param": 2 * numel, "master_shard": numel, "acc": numel, "flat_grad": 2 * numel, "recv": 2 * numel,
+        "flat_param": 2 * numel, "master_shard": numel, "acc": numel, "flat_grad": 2 * numel, "scratch": 2 * numel,
         "optimizer_state": 2 * numel,
     }  # fmt: skip
     assert not plain.host and plain.device_nbytes == 10 * numel
@@ -124,7 +124,7 @@ def test_stage_3_with_offload_leaves_shards_and_what_is_gathered_on_the_device()
     mi = 2**20
     plan = zc.plan(meta_linear(), world_size=4, stage=3, param_dtype=BF16, offload="cpu", microbatches=2)
     assert {kind: nbytes for kind, nbytes in plan.device.items() if nbytes} == {
-        "weight": 2 * mi, "staging": 4 * mi, "arena": 8 * mi, "flat_grad": 8 * mi, "recv": 8 * mi,
+        "weight": 2 * mi, "staging": 4 * mi, "arena": 8 * mi, "flat_grad": 8 * mi, "scratch": 8 * mi,
     }  # fmt: skip
     assert dict(plan.host) == {"master_shard": 4 * mi, "host": 4 * mi, "param": 2 * mi, "optimizer_state": 8 * mi}
     assert dict(plan.bus) == {"to host": 8 * mi, "to device": 4 * mi + 2 * mi}
@@ -150,7 +150,7 @@ def test_muon_and_a_mapping_of_names() -> None:
     mi = 2**20
     plan = zc.plan(meta_linear(), world_size=2, param_dtype=BF16, optimizer="Muon")
     assert dict(plan.device) == {
-        "flat_param": 8 * mi, "master_shard": 8 * mi, "acc": 8 * mi, "flat_grad": 8 * mi, "recv": 8 * mi,
+        "flat_param": 8 * mi, "master_shard": 8 * mi, "acc": 8 * mi, "flat_grad": 8 * mi, "scratch": 8 * mi,
         "optimizer_state": 8 * mi, "whole_grad": 8 * mi,
     }  # fmt: skip
     assert dict(plan.wire) == {"gradients": 4 * mi, "parameters": 4 * mi} and plan.update_nbytes == 20 * 2 * mi

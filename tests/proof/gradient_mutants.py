@@ -13,18 +13,17 @@ from torch import fx
 
 from zc.schedule.nodes import change, op_of, ops, put
 from zc.schedule.spec import (
-    WITHIN_HOST,
-    Accumulate,
     AccumulateCast,
-    AccumulateQuantised,
     Cast,
     CopyToHost,
     Deposit,
-    Exchange,
+    Finish,
     FlattenCast,
     Gather,
-    Quantise,
+    Reduce,
+    Reduction,
     StageShard,
+    Take,
     WgradInto,
     Write,
 )
@@ -117,7 +116,7 @@ def deposit_deleted(graph: fx.Graph) -> Iterator[Mutant]:
 
 def added_twice(graph: fx.Graph) -> Iterator[Mutant]:
     """What adds, once more: the same write of a ring buffer again would change nothing."""
-    for node, op in _of(graph, AccumulateCast | Accumulate | AccumulateQuantised | Deposit | WgradInto):
+    for node, op in _of(graph, AccumulateCast | Finish | Reduce | Deposit | WgradInto):
         spans_only = isinstance(op, AccumulateCast) and not op.slots
         in_ring = isinstance(op, WgradInto) and op.buffer.kind == "flat_grad"
         if not spans_only and not in_ring:
@@ -142,93 +141,79 @@ def spans_changed(graph: fx.Graph) -> Iterator[Mutant]:
 
 
 def accumulate_deleted(graph: fx.Graph) -> Iterator[Mutant]:
-    yield from map(_erased, _nodes(graph, Accumulate | AccumulateQuantised))
+    yield from map(_erased, _nodes(graph, Finish | Reduce))
 
 
 def _reductions(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node]]:
-    kinds = Exchange, Accumulate | AccumulateQuantised
-    yield from zip(*(_nodes(graph, kind) for kind in kinds), strict=True)
+    """The first and the last node of each hop: one node, or two."""
+    takes = iter(_nodes(graph, Take))
+    for node, op in _of(graph, Finish | Reduce):
+        yield (node, node) if isinstance(op, Reduce) else (next(takes), node)
 
 
-def encoded_wrongly(graph: fx.Graph) -> Iterator[Mutant]:
-    """A gradient that is encoded twice, never, or decoded before it has arrived; or sent as it is, where others
-    decode it."""
-    exchanges = [node for node, op in _of(graph, Exchange) if op.src.kind == "wire"]
-    totals = _nodes(graph, AccumulateQuantised)
-    for (node, op), exchange, total in zip(_of(graph, Quantise), exchanges, totals, strict=True) if totals else ():
-        yield _doubled(node)
-        yield _erased(node)
-        yield _moved(total, node)
-
-        def plain(g: Any, where: Any, op: Any = op, exchange: Any = exchange, node: Any = node) -> None:
-            change(where[exchange], replace(op_of(where[exchange]), src=op.src))
-            g.erase_node(where[node])
-
-        yield f"{exchange.name} of what is not encoded", plain
-
-
-def _moved(node: fx.Node, after: fx.Node) -> Mutant:
-    return f"{node.name} right after {after.name}", lambda g, where: where[after].append(where[node])
+def taken_wrongly(graph: fx.Graph) -> Iterator[Mutant]:
+    """What is taken twice, or never."""
+    for take, total in _reductions(graph):
+        if take is not total:
+            yield _doubled(take)
+            yield _erased(take)
 
 
 def difference_lost(graph: fx.Graph) -> Iterator[Mutant]:
     """Weights that are gathered as they are, where each rank has only its own new; not at all, or twice."""
     for node, op in _of(graph, Gather):
-        if op.buffer.kind == "flat_param":  # with overlap_gather a bucket may stay as it is
+        if op.dst.kind == "flat_param":  # with overlap_gather a bucket may stay as it is
             yield _erased(node)
         yield _doubled(node)
-        if op.via is not None:
-            yield _changed(node, via=None)
+        if op.scratch is not None:
+            yield _changed(node, scratch=None)
 
 
 def reduction_deleted(graph: fx.Graph) -> Iterator[Mutant]:
-    if _of(graph, Exchange):
-        yield from (_erased(*chain) for chain in _reductions(graph))
+    for chain in _reductions(graph):
+        yield _erased(*dict.fromkeys(chain))
 
 
 def reduction_bypassed(graph: fx.Graph) -> Iterator[Mutant]:
-    """Accumulated from what was to be sent: this rank's own gradient counts for the mean."""
-    for exchange, total in _reductions(graph) if _of(graph, Exchange) else ():
+    """Summed from what was to be sent: this rank's own gradient counts for the mean."""
+    for take, total in _reductions(graph):
+        if take is total:
+            continue
 
-        def edit(g: Any, where: Any, a: fx.Node = exchange, b: fx.Node = total) -> None:
+        def edit(g: Any, where: Any, a: fx.Node = take, b: fx.Node = total) -> None:
             change(where[b], replace(op_of(b), src=op_of(a).src))
             g.erase_node(where[a])
 
-        yield f"{total.name} without its exchange", edit
+        yield f"{total.name} without its take", edit
 
 
-def second_reduction_lost(graph: fx.Graph) -> Iterator[Mutant]:
-    """Of two reductions: only the first, whose sum counts for the mean; or only the second, of what one rank has."""
-    chains = list(_reductions(graph)) if _of(graph, Exchange) else []
-    for first, second in itertools.pairwise(chains):
-        if op_of(first[0]).bucket != op_of(second[0]).bucket or isinstance(op_of(second[1]), AccumulateQuantised):
+def hop_lost(graph: fx.Graph) -> Iterator[Mutant]:
+    """Of two hops: only the first, whose sum counts for the mean; or only the second, of what one rank has."""
+    for first, second in itertools.pairwise(_reductions(graph)):
+        if op_of(first[0]).bucket != op_of(second[0]).bucket:
             continue
 
         def alone(g: Any, where: Any, first: Any = first, second: Any = second) -> None:
-            change(where[first[1]], replace(op_of(first[1]), dst=op_of(second[1]).dst, among=op_of(second[1]).among))
-            for node in reversed(second):
+            change(where[first[1]], replace(op_of(first[1]), dst=op_of(second[1]).dst, hop=op_of(second[1]).hop))
+            for node in reversed(list(dict.fromkeys(second))):
                 g.erase_node(where[node])
 
-        yield f"{first[1].name} without the second reduction", alone
+        yield f"{first[1].name} without the next hop", alone
 
         def unsummed(g: Any, where: Any, first: Any = first, second: Any = second) -> None:
             change(where[second[0]], replace(op_of(second[0]), src=op_of(first[0]).src))
-            for node in reversed(first):
+            for node in reversed(list(dict.fromkeys(first))):
                 g.erase_node(where[node])
 
-        yield f"{second[0].name} without the first reduction", unsummed
+        yield f"{second[0].name} without the hop before", unsummed
 
 
-def level_changed(graph: fx.Graph) -> Iterator[Mutant]:
-    """Two levels by messages: an exchange between hosts that stays inside, or the other way round; or one of them never
-    happens."""
-    if not any(op.among for _, op in _of(graph, Exchange)):
-        return
-    for chain in _reductions(graph) if _of(graph, Exchange) else ():
-        among = None if op_of(chain[0]).among else WITHIN_HOST
-        yield _changed(chain[0], among=among)
-        if isinstance(op_of(chain[1]), Accumulate):
-            yield _changed(chain[1], among=among)
+def hop_changed(graph: fx.Graph) -> Iterator[Mutant]:
+    """A hop among other ranks than its own: the one before it or after it."""
+    for node, op in _of(graph, Reduction):
+        for hop in (op.hop - 1, op.hop + 1):
+            if hop >= 0:
+                yield _changed(node, hop=hop)
 
 
 def other_bucket(graph: fx.Graph) -> Iterator[Mutant]:
@@ -253,8 +238,8 @@ KINDS: dict[str, Callable[[fx.Graph], Iterator[Mutant]]] = {
     "slot dropped": slot_dropped, "slots swapped": slots_swapped, "write deleted": write_deleted,
     "deposit deleted": deposit_deleted, "added twice": added_twice, "elements missed": elements_missed,
     "span changed": spans_changed, "accumulate deleted": accumulate_deleted, "reduction deleted": reduction_deleted,
-    "reduction bypassed": reduction_bypassed, "second reduction lost": second_reduction_lost,
-    "encoded wrongly": encoded_wrongly, "difference lost": difference_lost, "level changed": level_changed,
+    "reduction bypassed": reduction_bypassed, "hop lost": hop_lost, "hop changed": hop_changed,
+    "taken wrongly": taken_wrongly, "difference lost": difference_lost,
     "other bucket": other_bucket, "landing changed": landing_changed,
 }  # fmt: skip
 

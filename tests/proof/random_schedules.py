@@ -13,16 +13,17 @@ from zc.planning.plan import Plan
 from zc.schedule.buffer import COMM, COMM_HOST, COPY, HOST, MAIN, Buffer
 from zc.schedule.nodes import ops, put, steps, stream_of
 from zc.schedule.spec import (
-    Accumulate,
     CopyToDevice,
     CopyToHost,
     Event,
-    Exchange,
+    Finish,
     FlattenCast,
     Gather,
     RecordEvent,
+    Reduce,
     Segment,
     StageShard,
+    Take,
     Update,
     WaitEvent,
     WgradInto,
@@ -33,12 +34,12 @@ OFFLOAD_STREAMS = (MAIN, COMM, COPY, HOST)
 OFFLOAD_EVENTS = ("e0", "e1", "done/staging[0]", "done/host[0]", "done/master[0]", "done/acc[0]")
 EVENTS = ("e0", "e1", "e2", "done/flat_grad[0]", "done/flat_grad[1]", "done/acc[0]")
 
-ACC, RECV, STAGING, HOST_GRAD, MASTER, FLAT_PARAM, FLAT_GRAD = (
-    Buffer(kind, 0) for kind in ("acc", "recv", "staging", "host", "master", "flat_param", "flat_grad")
+ACC, SCRATCH, STAGING, HOST_GRAD, MASTER, FLAT_PARAM, FLAT_GRAD = (
+    Buffer(kind, 0) for kind in ("acc", "scratch", "staging", "host", "master", "flat_param", "flat_grad")
 )
 _MOVES = (
     CopyToDevice(0, STAGING, HOST_GRAD), CopyToHost(0, HOST_GRAD, STAGING), StageShard(0, STAGING, ACC),
-    Accumulate(0, STAGING, RECV), Accumulate(0, ACC, FLAT_GRAD), FlattenCast(0, FLAT_GRAD, (0,), ()),
+    Finish(0, STAGING, SCRATCH), Reduce(0, ACC, FLAT_GRAD), FlattenCast(0, FLAT_GRAD, (0,), ()),
     Update(0, MASTER, HOST_GRAD), CopyToDevice(0, FLAT_PARAM, MASTER), Gather(0, FLAT_PARAM),
 )  # fmt: skip
 
@@ -87,7 +88,7 @@ def _operations(draw: st.DrawFn) -> fx.Graph:
     graph = fx.Graph()
     values = {stream: list[fx.Node]() for stream in STREAMS}  # a value is used on the stream that made it
     values[MAIN].append(graph.placeholder("x"))
-    kinds = ("segment", "wgrad", "flatten", "exchange", "accumulate")
+    kinds = ("segment", "wgrad", "flatten", "take", "finish")
 
     for k in range(draw(st.integers(1, 6))):
         kind, stream = draw(st.sampled_from(kinds)), draw(st.sampled_from(STREAMS))
@@ -102,10 +103,10 @@ def _operations(draw: st.DrawFn) -> fx.Graph:
             put(graph, WgradInto(index, ring, slot, 2 * slot, 2 * slot + 2, inputs), stream=stream)
         elif kind == "flatten":
             put(graph, FlattenCast(index, ring, (0,), inputs), stream=stream)
-        elif kind == "exchange":
-            put(graph, Exchange(index, RECV, draw(st.sampled_from((ring, ACC)))), stream=stream)
-        elif kind == "accumulate":
-            put(graph, Accumulate(0, ACC, RECV), stream=stream)
+        elif kind == "take":
+            put(graph, Take(index, SCRATCH, draw(st.sampled_from((ring, ACC)))), stream=stream)
+        elif kind == "finish":
+            put(graph, Finish(0, ACC, SCRATCH), stream=stream)
     graph.output((draw(st.sampled_from(values[MAIN])),) if draw(st.booleans()) else ())
     return graph
 

@@ -28,7 +28,7 @@ from zc.schedule.spec import (
     Cast,
     Deposit,
     FlattenCast,
-    GatherWeights,
+    Gather,
     Publish,
     Segment,
     WgradInto,
@@ -230,7 +230,7 @@ def gathers_of(plan: Plan) -> fx.Graph:
     graph = fx.Graph()
     for bucket in plan.buckets:
         whole, shard = (Buffer(kind, bucket.index) for kind in ("flat_param", "weight"))
-        put(graph, GatherWeights(bucket.index, whole, shard, 0, bucket.nbytes))
+        put(graph, Gather(bucket.index, whole, shard))
         put(graph, Publish(bucket.index, whole))
     graph.output(())
     return placed(plan, graph)

@@ -139,47 +139,36 @@ class Simulation:
         before = self.kept.get((bucket, slot))
         self.kept[bucket, slot] = grad.clone() if before is None else self.keep * before + grad
 
-    def exchange(self, bucket: int, dst: str, src: str, among: str | None = None) -> None:
-        gain = self.gain if among is None else 1.0 + 2.0 * self.shift  # other ranks than those between hosts
-        self.part(dst, bucket).copy_(gain * self.part(src, bucket) + self.shift * bucket)
+    def take(self, bucket: int, dst: str, src: str, hop: int = 0) -> None:
+        self.part(dst, bucket).copy_(self._sent(bucket, src, hop))
+
+    def finish(self, bucket: int, dst: str, src: str, hop: int = 0) -> None:
+        rows = self.part(src, bucket).clone()
         self._spend(src)
+        self._sum(bucket, self.part(dst, bucket), rows, hop)
+
+    def reduce(self, bucket: int, dst: str, src: str, hop: int = 0) -> None:
+        self._sum(bucket, self.part(dst, bucket), self._sent(bucket, src, hop), hop)
+
+    def _sent(self, bucket: int, src: str, hop: int) -> Tensor:
+        """What comes in from other ranks: each hop has others."""
+        gain = self.gain if hop == 0 else 1.0 + 2.0 * hop * self.shift
+        rows = gain * self.part(src, bucket) + self.shift * bucket
+        self._spend(src)
+        return rows
 
     def _spend(self, src: str) -> None:
-        if Buffer.named(src).kind != "recv":  # nobody needs it any more
-            self.buffer(src).fill_(NAN)
+        self.buffer(src).fill_(NAN)
 
-    def accumulate(self, bucket: int, acc: str, src: str, among: str | None = None) -> None:
-        out, rows = self.part(acc, bucket), self.part(src, bucket).clone()
-        self._spend(src)
-        if Buffer.named(acc).kind == "host_sum" or among is not None:
+    def _sum(self, bucket: int, out: Tensor, rows: Tensor, hop: int) -> None:
+        rows = (1.0 + 0.25 * hop * self.shift) * rows
+        if hop < len(self.plan.hops) - 1:
             out.copy_(self.gain * rows)
-            self.part(src, bucket).fill_(NAN)
-            return
-        self._add(bucket, out, rows)
-
-    def _add(self, bucket: int, out: Tensor, rows: Tensor) -> None:
-        if self.plan.placement.shards_gradients:
+        elif self.plan.placement.shards_gradients:
             out.copy_(self.keep * out + rows)
         else:
             before = self.aside.pop(bucket, torch.zeros_like(out))  # what was reduced already is added after
             out.copy_(rows + (1.0 - self.keep) * 0.5 * before)
-
-    def reduce_rows(self, bucket: int, dst: str, src: str) -> None:
-        out, rows = self.part(dst, bucket), self.gain * self.part(src, bucket) + self.shift * bucket
-        self._spend(src)
-        if Buffer.named(dst).kind == "host_sum":
-            out.copy_(rows)
-        else:
-            self._add(bucket, out, rows)
-
-    def quantise(self, bucket: int, dst: str, src: str) -> None:
-        self.part(dst, bucket).copy_(0.75 * self.part(src, bucket) + 2.0)
-        self._spend(src)
-
-    def accumulate_quantised(self, bucket: int, acc: str, src: str) -> None:
-        self.part(src, bucket).mul_(1.5)
-        self.accumulate(bucket, acc, src)
-        self.part(src, bucket).fill_(NAN)
 
     def _copy(self, bucket: int, dst: str, src: str) -> None:
         self.part(dst, bucket).copy_(self.part(src, bucket))
@@ -198,20 +187,23 @@ class Simulation:
         out = self.part(master, bucket)
         out.copy_(0.5 * out + self.part(grad, bucket))
 
-    def spread_shards(self, bucket: int, dst: str, src: str) -> None:
-        self.part(dst, bucket).copy_(self.gain * self.part(src, bucket) + bucket)
-        self.part(src, bucket).fill_(NAN)
+    def spread(self, bucket: int, dst: str, src: str | None = None) -> None:
+        self.part(dst, bucket).copy_(self.gain * self.part(src or dst, bucket) + bucket)
+        if src is not None:
+            self.part(src, bucket).fill_(NAN)
 
-    def gather_weights(self, bucket: int, dst: str, src: str, start: int, stop: int, via: str | None = None) -> None:
-        self.part(dst, bucket).copy_(1.25 * self.part(src, bucket) + bucket)
-
-    def gather(self, bucket: int, buffer: str, via: str | None = None) -> None:
-        out = self.buffer(buffer)
-        if via is not None:  # as if another bucket's rows had been there
-            self.part(via, bucket).copy_(0.5 * self.part(buffer, bucket) + 2.0)
-            self.part(buffer, bucket).add_(self.part(via, bucket))
-            self.part(via, bucket).fill_(NAN)
-        out.copy_(1.25 * out + bucket)
+    def gather(
+        self, bucket: int, dst: str, src: str | None = None, extent: Any = None, scratch: str | None = None
+    ) -> None:
+        out = self.part(dst, bucket)
+        if src is not None:
+            out.copy_(1.25 * self.part(src, bucket) + bucket)
+            return
+        if scratch is not None:  # as if another bucket's rows had been there
+            self.part(scratch, bucket).copy_(0.5 * out + 2.0)
+            out.add_(self.part(scratch, bucket))
+            self.part(scratch, bucket).fill_(NAN)
+        self.buffer(dst).copy_(1.25 * self.buffer(dst) + bucket)
 
     def publish(self, bucket: int, buffer: str) -> None:
         self.published.append(self.buffer(buffer).clone())

@@ -27,6 +27,7 @@ from zc.passes.debt import Debt
 from zc.passes.pipeline import pipeline
 from zc.passes.runner import run_passes
 from zc.passes.verify import examine, verify
+from zc.planning.hops import Into
 from zc.schedule.buffer import MAIN
 from zc.schedule.nodes import change, op_of, put, steps
 from zc.schedule.spec import AccumulateCast, Deposit, FlattenCast
@@ -134,7 +135,7 @@ def test_no_gradient_can_be_lost(source: str) -> None:
                     assert is_wrong(broken, reference, orders), f"{case.name}: {kind}: {name} is right in every order"
     print(f"\n{source}, rejected, all of {total}; wrong in value or under some order: all of {ran}")
     assert ran > 20
-    only_by_hand = {"second reduction lost", "encoded wrongly", "difference lost", "level changed"}
+    only_by_hand = {"hop lost", "difference lost"}
     assert set(total) >= gradient_mutants.KINDS.keys() - {"landing changed", "deposit deleted"} - only_by_hand
     assert set(total) >= only_by_hand or source == "of models"
 
@@ -145,15 +146,15 @@ def test_between_hosts_nothing_encoded_can_be_lost(stage: int, overlap_gather: b
     """Two levels: what a host has summed is encoded, and weights are read inside a host after their difference is
     added."""
     plan = make(3, stage=stage, world_size=4, reads=True, num_hosts=2, in_8_bits=True, overlap_gather=overlap_gather)
-    assert plan.reduce_bits == 8 and plan.gather_bits == 4 and plan.has_levels
+    assert plan.reduce_bits == 8 and plan.gather_bits == 4 and plan.topology.has_levels
     total = 0
     for graph in (schedule("mlp", plan), placed(plan, gather_graph(plan, range(3)))):
         assert not examine(graph, plan), examine(graph, plan)
-        for kind in ("encoded wrongly", "difference lost"):
+        for kind in ("taken wrongly", "difference lost"):
             for name, edit in gradient_mutants.KINDS[kind](graph):
                 total += 1
                 assert examine(mutants.edited(graph, edit), plan).faults, name
-    assert total == 3 * 4 + 3 * (2 if overlap_gather else 3)
+    assert total == 3 * 2 + 3 * (2 if overlap_gather else 3)
     of_load = plan.exact_gathers()
     exact = placed(of_load, gather_graph(of_load, range(3)))
     assert not examine(exact, of_load) and examine(exact, plan).faults, "an exact gather is of another plan"
@@ -164,19 +165,18 @@ def test_between_hosts_nothing_encoded_can_be_lost(stage: int, overlap_gather: b
 def test_of_two_levels_by_messages_nothing_can_be_lost(stage: int, options: dict[str, Any]) -> None:
     """Neither level, in no bucket: the sum of a host is not the mean, and a rank's own gradient no sum of a host."""
     plan = by_messages(2, stage=stage, **options)
-    assert plan.sums_in_place and not plan.reads_rows
+    assert [hop.into for hop in plan.hops][0] is Into.SENT
     total = collections.Counter[str]()
     for graph in (schedule("mlp", plan), placed(plan, gather_graph(plan, range(2)))):
         assert not examine(graph, plan), examine(graph, plan)
         for kind, name, mutant in gradient_mutants.of(graph):
-            if kind in ("second reduction lost", "level changed", "accumulate deleted", "reduction bypassed"):
+            if kind in ("hop lost", "hop changed", "accumulate deleted", "reduction bypassed"):
                 total[kind] += 1
                 assert examine(mutant, plan).faults, f"{kind}: {name}"
-    encodes = "in_8_bits" in options
-    exchanges = 3 if "num_replicas" in options else 2
-    assert total["level changed"] == 2 * (2 * exchanges - encodes)
-    assert total["second reduction lost"] == (0 if encodes else 2 * 2 * (exchanges - 1))
-    assert total["accumulate deleted"] == 2 * exchanges
+    hops = 3 if "num_replicas" in options else 2
+    assert total["hop changed"] == 2 * 2 * (2 * hops - 1), "both nodes of each hop of both buckets; none is hop -1"
+    assert total["hop lost"] == 2 * 2 * (hops - 1)
+    assert total["accumulate deleted"] == 2 * hops
 
 
 def test_without_a_debt_only_what_is_there_is_shown() -> None:

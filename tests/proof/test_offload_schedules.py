@@ -22,12 +22,11 @@ from zc.passes.verify import examine, verify
 from zc.schedule.buffer import HOST, MAIN, Buffer
 from zc.schedule.nodes import accesses, change, op_of, ops, put, steps, stream_of
 from zc.schedule.spec import (
-    Accumulate,
     CopyToDevice,
     CopyToHost,
     Op,
     Publish,
-    SpreadShards,
+    Spread,
     StageShard,
     Update,
     WaitEvent,
@@ -137,7 +136,7 @@ def edited(graph: fx.Graph, kind: type[Op], how: str, plan: object) -> list[str]
 
 
 @pytest.mark.parametrize("how", ["drop", "double", "relabel"])
-@pytest.mark.parametrize("kind", [CopyToHost, Accumulate, Update, CopyToDevice], ids=lambda k: k.__name__)
+@pytest.mark.parametrize("kind", [CopyToHost, Finish, Update, CopyToDevice], ids=lambda k: k.__name__)
 @pytest.mark.parametrize("mode", ["cpu", "device"])
 def test_ds7981_ds6550_each_microbatch_lands_once(mode: str, kind: type[Op], how: str) -> None:
     """deepspeed#7981 (offload kept only the last microbatch), deepspeed#6550, deepspeed#7967 (gradients dropped),
@@ -155,7 +154,7 @@ def test_a_sum_is_not_taken_before_it_is_reduced() -> None:
     """deepspeed#7985's order of things, on the way to host memory: the snapshot before the accumulation."""
     plan = make(2, offload="device")
     graph = copy_graph(schedule("mlp", plan))
-    total = next(n for n in steps(graph) if isinstance(op_of(n), Accumulate))
+    total = next(n for n in steps(graph) if isinstance(op_of(n), Finish))
     total.prepend(next(n for n in steps(graph) if isinstance(op_of(n), StageShard)))
     assert any("acc[0] holds the landed total of bucket 0" in fault for fault in examine(graph, plan).faults)
 
@@ -164,7 +163,7 @@ def mutants_of_shards(graph: fx.Graph) -> Iterator[tuple[str, fx.Graph]]:
     """Each node that brings an update to a shard of the weights: dropped, doubled, of another bucket, before the node
     before it, and with another buffer in place of the shard or of the staging buffer."""
     for node, op in ops(graph):
-        if not isinstance(op, CopyToDevice | SpreadShards | Publish) or op.bucket > 2:
+        if not isinstance(op, CopyToDevice | Spread | Publish) or op.bucket > 2:
             continue
         others = [Buffer("weight", (op.bucket + 1) % 3), Buffer("flat_param", op.bucket), Buffer("staging", 0)]
         changes = {"relabel": replace(op, bucket=(op.bucket + 1) % 3)}
@@ -211,7 +210,7 @@ def test_stage_3_an_update_reaches_its_shard_once(case: Case) -> None:
     assert num >= 20 and run
 
 
-@pytest.mark.parametrize(("kind", "stream"), [(Update, MAIN), (CopyToHost, MAIN), (Accumulate, HOST)])
+@pytest.mark.parametrize(("kind", "stream"), [(Update, MAIN), (CopyToHost, MAIN), (Finish, HOST)])
 def test_the_processor_runs_its_own_nodes_alone(kind: type[Op], stream: str) -> None:
     """Its past is taken as done: that holds for host memory, and for what the device does with it on side streams."""
     plan = make(2, offload="cpu")

@@ -18,13 +18,13 @@ from zc.passes.base import copy_graph
 from zc.passes.verify import examine, verify
 from zc.schedule.buffer import COMM, MAIN
 from zc.schedule.nodes import op_of, put, steps
-from zc.schedule.spec import Exchange, FlattenCast, RecordEvent, Segment, WaitEvent
+from zc.schedule.spec import FlattenCast, RecordEvent, Segment, Take, WaitEvent
 
 
 def reverse_wait(graph: fx.Graph) -> fx.Graph:
     """What the fix of deepspeed#8061 added: the compute of bucket 1 waits for the collective of bucket 0."""
     new = copy_graph(graph)
-    done = next(n for n in steps(new) if isinstance(op_of(n), Exchange))
+    done = next(n for n in steps(new) if isinstance(op_of(n), Take))
     with new.inserting_after(done):
         put(new, RecordEvent("stall"), stream=COMM)
     write = [n for n in steps(new) if isinstance(op_of(n), FlattenCast)][1]
@@ -52,7 +52,7 @@ def test_ds8364_with_one_buffer_the_same_wait_is_needed() -> None:
     plan = make(2, ring=1)
     graph = schedule("mlp", plan)
     verify(graph, plan)
-    first = next(n for n in steps(graph) if isinstance(op_of(n), Exchange))
+    first = next(n for n in steps(graph) if isinstance(op_of(n), Take))
     assert isinstance(op_of(first.next), RecordEvent), "recorded right after the exchange, before the accumulation"
 
 

@@ -9,12 +9,12 @@ from torch import fx
 
 from zc.report.timeline import simulate
 from zc.schedule.nodes import op_of, ops
-from zc.schedule.spec import Exchange, FlattenCast, Op, Segment
+from zc.schedule.spec import FlattenCast, Op, Segment, Take
 
 
 def fixed(graph: fx.Graph, exchange: float) -> dict[str, float]:
     """Compute 100 µs a segment, exchanges as given, the rest nothing."""
-    took: dict[type[Op] | None, float] = {Segment: 100.0, Exchange: exchange}
+    took: dict[type[Op] | None, float] = {Segment: 100.0, Take: exchange}
     return {n.name: took.get(type(op), 0.0) for n, op in ops(graph)}
 
 

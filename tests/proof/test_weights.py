@@ -24,7 +24,7 @@ from zc.planning.residency import plan_residency, smallest_cap
 from zc.planning.topology import Topology, flat
 from zc.schedule.codegen import load_pieces
 from zc.schedule.nodes import ops
-from zc.schedule.spec import GatherWeights
+from zc.schedule.spec import Gather
 
 pytestmark = pytest.mark.check
 NUM_CASES = 20 if FULL else 8
@@ -67,13 +67,13 @@ def test_intact_passes_are_proved_and_right(seed: int) -> None:
     verdict = verify(graph, plan)
     assert verdict.redundant == 0 and len(load_pieces(graph)) == len(setting.uses) + 1
     assert weights_machine.fault_of(graph, setting, 200 if FULL else 5, every_cut=FULL) is None
-    encodes = {op.via is not None for _, op in ops(graph) if isinstance(op, GatherWeights)}
+    encodes = {op.scratch is not None for _, op in ops(graph) if isinstance(op, Gather)}
     assert encodes <= {plan.gather_bits > 0}
 
 
 def test_some_passes_gather_encoded_weights() -> None:
-    gathers = (op for seed in range(3 * NUM_CASES) for _, op in ops(case(seed)[0]) if isinstance(op, GatherWeights))
-    assert any(op.via is not None for op in gathers)
+    gathers = (op for seed in range(3 * NUM_CASES) for _, op in ops(case(seed)[0]) if isinstance(op, Gather))
+    assert any(op.scratch is not None for op in gathers)
 
 
 def broken(seeds: range, every: int) -> Iterator[tuple[str, str, fx.Graph, Plan, Setting]]:
@@ -84,7 +84,7 @@ def broken(seeds: range, every: int) -> Iterator[tuple[str, str, fx.Graph, Plan,
         for k, (kind, name, mutant) in enumerate(weights_mutants.of(graph, len(plan.buckets))):
             if (k + seed) % every == 0:
                 yield kind, f"{seed} {name}", mutant, plan, setting
-        stop = max(op.stop for _, op in ops(graph) if isinstance(op, GatherWeights))
+        stop = max(op.extent[1] for _, op in ops(graph) if isinstance(op, Gather))
         if stop > 128:  # the same schedule, where less is allowed
             smaller = replace(plan, weight_nbytes=stop - 1)
             yield "cap passed", f"{seed}", graph, smaller, replace(setting, cap=stop - 1)

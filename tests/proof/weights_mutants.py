@@ -13,7 +13,7 @@ from zc.schedule.nodes import change, item_of, op_of, ops, put, results, steps, 
 from zc.schedule.spec import (
     Deposit,
     FreeWeights,
-    GatherWeights,
+    Gather,
     Op,
     ReadWeights,
     RecordEvent,
@@ -36,20 +36,29 @@ def _changed(node: fx.Node, op: Op) -> Mutant:
     return f"{node.name}: {op}", lambda g, where: change(where[node], op)
 
 
+def _at(op: Gather | FreeWeights, start: int, stop: int) -> Op:
+    """The same at other bytes."""
+    if isinstance(op, FreeWeights):
+        return replace(op, start=op.start + start, stop=op.stop + stop)
+    assert op.extent is not None
+    return replace(op, extent=(op.extent[0] + start, op.extent[1] + stop))
+
+
 def _places(graph: fx.Graph, num_buckets: int, unit: int) -> Made:
     """Extents and buckets."""
     for node, op in ops(graph):
-        if isinstance(op, GatherWeights | FreeWeights):
-            what = "gather" if isinstance(op, GatherWeights) else "free"
+        if isinstance(op, Gather | FreeWeights):
+            what = "gather" if isinstance(op, Gather) else "free"
             other = (op.bucket + 1) % num_buckets
-            yield f"{what} too short", _changed(node, replace(op, stop=op.stop - unit))
-            yield f"{what} too long", _changed(node, replace(op, stop=op.stop + unit))
-            yield f"{what} shifted", _changed(node, replace(op, start=op.start + unit, stop=op.stop + unit))
+            yield f"{what} too short", _changed(node, _at(op, 0, -unit))
+            yield f"{what} too long", _changed(node, _at(op, 0, unit))
+            yield f"{what} shifted", _changed(node, _at(op, unit, unit))
             if num_buckets > 1:
                 yield f"{what} of another bucket", _changed(node, replace(op, bucket=other))
-        if isinstance(op, GatherWeights) and num_buckets > 1:
+        if isinstance(op, Gather) and num_buckets > 1:
             yield "gather from another shard", _changed(node, replace(op, src=Buffer("weight", other)))
-            yield "gather half aligned", _changed(node, replace(op, start=op.start + 64, stop=op.stop + 64))
+            yield "gather half aligned", _changed(node, _at(op, 64, 64))
+            yield "gather into all of the arena", _changed(node, replace(op, extent=None))
         if isinstance(op, ReadWeights) and op.buckets:
             moved = tuple((start + unit, stop + unit) for start, stop in op.spans)
             yield "read shifted", _changed(node, replace(op, spans=moved))
@@ -72,12 +81,12 @@ def _order(graph: fx.Graph) -> Made:
             for read in reads[-2:]:
                 name = f"{node.name} before {read.name}"
                 yield "free moved up", (name, lambda g, w, n=node, r=read: w[r].prepend(w[n]))
-            after = next((n for n in nodes[k:] if isinstance(op_of(n), GatherWeights)), None)
+            after = next((n for n in nodes[k:] if isinstance(op_of(n), Gather)), None)
             if after is not None:
                 name = f"{node.name} after {after.name}"
                 yield "free moved down", (name, lambda g, w, n=node, a=after: w[a].append(w[n]))
             yield "free on comm", (node.name, lambda g, w, n=node: w[n].meta.update(stream=COMM))
-        if isinstance(op, GatherWeights):
+        if isinstance(op, Gather):
             reads = [(n, read) for n in nodes[k:] if isinstance(read := op_of(n), ReadWeights)]
             read = next((n for n, of in reads if op.bucket in of.buckets), None)
             if read is not None:
@@ -89,7 +98,7 @@ def _order(graph: fx.Graph) -> Made:
                 yield "gather moved up", (name, lambda g, w, n=node, f=frees[-1]: w[f].prepend(w[n]))
         if isinstance(op, ReadWeights):
             yield "read on comm", (node.name, lambda g, w, n=node: w[n].meta.update(stream=COMM))
-            before = [n for n in nodes[:k] if isinstance(op_of(n), GatherWeights)]
+            before = [n for n in nodes[:k] if isinstance(op_of(n), Gather)]
             if before:
                 name = f"{node.name} before {before[-1].name}"
                 yield "read moved up", (name, lambda g, w, n=node, b=before[-1]: w[b].prepend(w[n]))
@@ -98,7 +107,7 @@ def _order(graph: fx.Graph) -> Made:
 def _missing(graph: fx.Graph) -> Made:
     gathered = set[int]()
     for node, op in ops(graph):
-        if isinstance(op, GatherWeights):
+        if isinstance(op, Gather):
             kind = "second gather forgotten" if op.bucket in gathered else "gather forgotten"
             gathered.add(op.bucket)
         elif isinstance(op, FreeWeights | ReadWeights):
@@ -111,7 +120,7 @@ def _missing(graph: fx.Graph) -> Made:
             continue
         yield kind, (node.name, lambda g, w, n=node: g.erase_node(w[n]))
         if not isinstance(op, RecordEvent | WaitEvent):
-            name = "gather" if isinstance(op, GatherWeights) else {FreeWeights: "free", ReadWeights: "read"}[type(op)]
+            name = "gather" if isinstance(op, Gather) else {FreeWeights: "free", ReadWeights: "read"}[type(op)]
             yield f"{name} doubled", (node.name, lambda g, w, n=node, op=op: _double(g, w[n], op))
 
 

@@ -21,7 +21,7 @@ from zc.registry import sharded
 from zc.report.drawing import draw
 from zc.report.timeline import Timeline, measured
 from zc.schedule.nodes import op_of, steps, stream_of
-from zc.schedule.spec import FreeWeights, GatherWeights, ReadWeights, Sync
+from zc.schedule.spec import FreeWeights, Gather, ReadWeights, Sync
 from zc.weights.weight_uses import PlannedPass
 
 
@@ -45,9 +45,9 @@ def spans_of(one: PlannedPass, begin: float = 0.0) -> list[Span]:
         if isinstance(op, Sync):
             continue
         start = now
-        if isinstance(op, GatherWeights):
+        if isinstance(op, Gather):
             start, num_gathers = begin + 100.0 * num_gathers, num_gathers + 1
-        now = start + {GatherWeights: 50.0, ReadWeights: 10.0, FreeWeights: 5.0}[type(op)]
+        now = start + {Gather: 50.0, ReadWeights: 10.0, FreeWeights: 5.0}[type(op)]
         spans.append(Span(one.name, node.name, stream_of(node), start, now))
     return spans
 
@@ -69,7 +69,7 @@ def test_the_bytes_of_each_moment() -> None:
     assert line.gathered == (
         (0.0, 256), (100.0, 512), (165.0, 256), (200.0, 512), (265.0, 256), (280.0, 0),
     )  # fmt: skip
-    gathers = [box for box in line.boxes if isinstance(box.op, GatherWeights)]
+    gathers = [box for box in line.boxes if isinstance(box.op, Gather)]
     assert [(box.lane, box.start, box.stop) for box in gathers] == [
         ("comm", 0.0, 50.0), ("comm", 100.0, 150.0), ("comm", 200.0, 250.0),
     ]  # fmt: skip
@@ -136,7 +136,7 @@ def test_the_page_of_a_run(stage: int, cap: int | None, tmp_path: Path) -> None:
     if stage == 3:
         assert cap is not None
         line = measured(step, runtime.weights.clocked)
-        gathers = [box for box in line.boxes if isinstance(box.op, GatherWeights)]
+        gathers = [box for box in line.boxes if isinstance(box.op, Gather)]
         residency = runtime.weights.planned[0].residency
         assert len(gathers) == sum(len(piece.gathers) for piece in residency.pieces) > 4, "each gather of the pass"
         assert max(nbytes for _, nbytes in line.gathered) == residency.peak == cap

@@ -28,13 +28,13 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from zc.log import log
-from zc.ranks.journal import GATHER
+from zc.planning.hops import reads_shards
 
 if TYPE_CHECKING:
     from zc.engine.buffers import Buffers
-    from zc.engine.wire import Code
     from zc.planning.plan import Bucket, Plan
     from zc.ranks.group import Group
+    from zc.ranks.routes import Routes
 
 
 class Acc(enum.Enum):
@@ -52,13 +52,12 @@ class Accumulators:
     autograd's during a backward, the caller's otherwise.
     """
 
-    def __init__(self, buffers: Buffers, group: Group) -> None:
+    def __init__(self, buffers: Buffers, group: Group, routes: Routes) -> None:
         self.buffers, plan = buffers, buffers.plan
-        # the ranks that share one whole, each with its shard; those that have the same shard
-        self.sharers, self.replicas = group.shard, group.replicas
-        # The streams of communication use these two; the issuing thread does when it has joined them.
-        self.codes: dict[tuple[str, int], Code] = {}  # of what travels encoded, by use and bucket
-        self.places: dict[int, dict[int, bytes]] = {}  # by bucket: where the other ranks' shards of weights are
+        # the ranks that share one whole, each with its shard
+        self.sharers = group.shard
+        # The streams of communication use these; the issuing thread does when it has joined them.
+        self.routes = routes
         # The entries of one bucket belong to the operations on its accumulator, which the schedule orders. The issuing
         # thread uses them when it has joined the streams.
         self.state = [Acc.EMPTY] * len(plan.buckets)
@@ -126,11 +125,14 @@ class Accumulators:
         out.copy_(tensor, non_blocking=True)
         self.nbytes_moved[way] += out.nbytes
 
-    def weight_places(self, bucket: int) -> dict[int, bytes]:
-        """By rank, where its shard of the weights lies (stage 3). Waits until all of them may be read."""
-        if bucket not in self.places:
-            self.places[bucket] = self.sharers.await_full(GATHER, bucket)
-        return self.places[bucket]
+    def open_shards(self) -> None:
+        """Other ranks may read this rank's shards of the weights (`zc.ranks.routes.Shards`), until `close_shards`."""
+        if reads_shards(self.plan):
+            self.routes.shards.open({index: self.buffers.weight_shard(index) for index in self.buffers.filled})
+
+    def close_shards(self) -> None:
+        """Returns when no rank reads a shard any more, so that all of them may be written."""
+        self.routes.shards.close()
 
     def clear(self, buckets: Sequence[Bucket], *, set_to_none: bool) -> None:
         """zero_grad. With ``set_to_none`` False the gradients become zeros, which still count as gradients."""

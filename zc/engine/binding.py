@@ -14,11 +14,10 @@ from torch import Tensor
 from zc.engine.accumulators import Accumulators
 from zc.engine.operations import TABLE, Function, Grads, compute
 from zc.schedule.nodes import TARGETS
-from zc.schedule.spec import BucketOp, Exchange, FlattenCast, Op, Quantise, ReduceRows, Role, Spans, WgradInto
+from zc.schedule.spec import BucketOp, FlattenCast, Op, Reduce, Role, Spans, Take, WgradInto
 
 if TYPE_CHECKING:
     from zc.engine.program import Segment
-    from zc.planning.plan import Plan
 
 
 class MayReduce(Protocol):
@@ -52,12 +51,11 @@ class Operations:
         each reduction. In stage 2 gradients pass through the ring, so the host asks before the first write: everything
         before it is issued by then, and keeps a GPU busy while the host waits."""
         if self._replaced is None:
-            starting = (Exchange, Quantise, ReduceRows)
             instead = instead_of_reducing(self._accs)
-            self._replaced = [(TARGETS[kind].__name__, kind in starting, other) for kind, other in instead.items()]
+            self._replaced = [(TARGETS[kind].__name__, kind in (Reduce, Take), do) for kind, do in instead.items()]
         run = copy.copy(self)
         for name, starts, other in self._replaced:
-            choose = partial(_start_if_agreed, self._accs.plan) if starts else _if_agreed
+            choose = _start_if_agreed if starts else _if_agreed
             setattr(run, name, choose(may_reduce, getattr(self, name), other))
         return run
 
@@ -115,11 +113,8 @@ def _if_agreed(may_reduce: MayReduce, operation: Function, other: Function) -> F
     return lambda *args, **kwargs: (operation if may_reduce() else other)(*args, **kwargs)
 
 
-def _start_if_agreed(plan: Plan, may_reduce: MayReduce, operation: Function, other: Function) -> Function:
-    def start(bucket: int, *buffers: str, among: str | None = None) -> Any:
-        # a second level, a second reduction and the sending of encoded rows continue a reduction that has started
-        is_first = not buffers[-1].startswith(("host_sum", "wire")) and (among is not None or not plan.sums_in_place)
-        how = {} if among is None else {"among": among}
-        return (operation if may_reduce(starts=is_first) else other)(bucket, *buffers, **how)
+def _start_if_agreed(may_reduce: MayReduce, operation: Function, other: Function) -> Function:
+    def start(bucket: int, dst: str, src: str, hop: int = 0) -> Any:
+        return (operation if may_reduce(starts=hop == 0) else other)(bucket, dst, src, hop=hop)
 
     return start

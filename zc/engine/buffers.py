@@ -11,11 +11,10 @@ the ``zero_grad`` that sets gradients to None, the others always::
     master_shard  S * acc_dtype      only where param_dtype is narrower than acc_dtype; for an optimizer that reads
                                      whole parameters, the parameters that this rank owns (`zc.planning.layout`)
     acc           S (stage 2) or P (stage 1) * acc_dtype
-    ring          num_buffers flat_grad and one recv, in reduce_dtype, sized for the largest bucket; no recv where
-                  ranks read each other's memory. Two reductions also need two host_sum, of P / ranks per host
-                  elements each, or [S] with replicas, and a recv of at least as many elements. Ranks of one host
-                  that exchange messages sum them in flat_grad or acc. Rows that leave a host encoded are in one
-                  wire, and recv has room for them
+    ring          num_buffers flat_grad in reduce_dtype and one scratch, sized for the largest bucket; no scratch
+                  where ranks read each other's memory. A reduction of several hops (`zc.planning.hops`) also needs
+                  two host_sum, of P / ranks per host elements each, or [S] with replicas, and scratch for each hop
+                  that sends messages. Ranks of one host that exchange messages sum them in flat_grad or acc
     published     S * param_dtype    only where weights travel as differences: this rank's part of flat_param after
                   the last update, to notice writes of the caller
     update        likewise: the encoded differences of the largest bucket
@@ -41,7 +40,7 @@ from torch import Tensor
 from zc.engine.host_memory import HostMemory
 from zc.engine.ring import Ring, empty, view
 from zc.planning.layout import Slot
-from zc.planning.plan import FIRST_FROZEN, NUM_HOST_SUMS, Bucket, Level, Plan
+from zc.planning.plan import FIRST_FROZEN, NUM_HOST_SUMS, Bucket, Plan
 from zc.schedule.buffer import Buffer
 
 
@@ -270,8 +269,7 @@ class Buffers:
         return [self.shard(tensors[bucket.index], bucket) for tensors in (self.host, self.acc) if tensors]
 
     def named(self, name: str, bucket: Bucket) -> Tensor:
-        """The tensor of a buffer of the schedule: ``flat_grad[i]`` [P], ``acc[b]``, ``host_sum[i]``; `received` has
-        ``recv[i]``.
+        """The tensor of a buffer of the schedule: ``flat_grad[i]`` [P] and ``acc[b]``.
 
         With offload also ``staging[i]`` and ``host[b]`` [S] or [P], and, for the elements that this rank updates,
         ``master[b]``, ``param[i]`` and its part of ``flat_param[b]``.
@@ -293,8 +291,6 @@ class Buffers:
                 return view(self._param[index], self.numel_owned(bucket), bucket.param_dtype)
             case Buffer("flat_grad", index):
                 return view(self.ring.flat_grad[index], bucket.numel, bucket.reduce_dtype)
-            case Buffer("host_sum", index):
-                return view(self.ring.host_sum[index], self.plan.numel_host_sum(bucket), bucket.net_dtype)
         raise AssertionError(f"{name} has no tensor of its own")
 
     def staged_run(self, name: str, bucket: Bucket) -> Tensor:
@@ -302,30 +298,29 @@ class Buffers:
         return view(self._staging[Buffer.named(name).index], self.numel_owned(bucket), bucket.param_dtype)
 
     def raw(self, name: str) -> Tensor:
-        """The bytes of ``wire[i]``, ``recv[i]`` or ``update[i]``."""
-        buffer = Buffer.named(name)
-        return {"wire": self.ring.wire, "recv": self.ring.recv, "update": self._update}[buffer.kind][buffer.index]
+        """The bytes of a buffer."""
+        match Buffer.named(name):
+            case Buffer("scratch", index):
+                return self.ring.scratch[index]
+            case Buffer("update", index):
+                return self._update[index]
+            case Buffer("flat_grad", index):
+                return self.ring.flat_grad[index]
+            case Buffer("host_sum", index):
+                return self.ring.host_sum[index]
+            case Buffer("staging", index):
+                return self._staging[index]
+            case Buffer("acc", index):
+                return self.acc[index].view(torch.uint8)
+        raise AssertionError(f"{name} has no bytes of its own")
 
-    def sum_in(self, name: str, bucket: Bucket) -> Tensor:
-        """[host range]: the sum over this host's ranks, at the start of the buffer that was sent to them."""
-        sent = self.named(name, bucket).view(torch.uint8)
-        return view(sent, bucket.layout.numel_host_range, bucket.net_dtype)
+    def inner_sum(self, name: str, bucket: Bucket, hop: int) -> Tensor:
+        """Where a hop of a reduction that is not the last one leaves its sum: at the start of this buffer."""
+        return view(self.raw(name), self.plan.hops[hop].numel_sum(bucket), bucket.net_dtype)
 
-    def sent(self, name: str, bucket: Bucket, level: Level) -> Tensor:
-        """The tensor that an exchange of a reduction sends."""
-        is_summed_there = level is Level.NET and self.plan.sums_in_place
-        return self.sum_in(name, bucket) if is_summed_there else self.named(name, bucket)
-
-    def received(self, name: str, bucket: Bucket, level: Level) -> Tensor:
-        """``recv[i]``: rows [P] of all ranks or of this host's ranks (reduce="native": their sum [S]); between hosts,
-        the hosts' rows; between replicas, the sum [S]."""
-        raw = self.ring.recv[Buffer.named(name).index]
-        if level is Level.REPLICAS:
-            return view(raw, bucket.layout.numel_shard, bucket.acc_dtype)
-        if level is Level.NET:
-            return view(raw, bucket.layout.numel_host_range, bucket.net_dtype)
-        numel = bucket.numel if self.plan.reduce == "exact" else bucket.layout.numel_shard
-        return view(raw, numel, bucket.reduce_dtype)
+    def sent(self, name: str, bucket: Bucket, hop: int) -> Tensor:
+        """What a hop of a reduction sends: this rank's gradients [P], or the sum of the hop before."""
+        return self.named(name, bucket) if hop == 0 else self.inner_sum(name, bucket, hop - 1)
 
     def nbytes_whole_grad(self) -> int:
         """Bytes of `whole_grads` of all buckets during an update, without those in acc_flat."""
@@ -340,13 +335,13 @@ class Buffers:
         own = [self.has_own_master(b) for b in self.plan.buckets]
         masters = [m for m, is_own in zip(self.master_shard, own, strict=True) if is_own]
         acc = sum(numel_acc(self.plan, b) * b.acc_dtype.itemsize for b in self.plan.buckets) if self.acc else 0
-        flat_grad, recv, host_sum, wire = self.ring.nbytes()
+        flat_grad, scratch, host_sum = self.ring.nbytes()
         sizes = {
             "flat_param": _nbytes(self.flat_param),
             "master_shard": _nbytes(masters),
             "acc": acc,
             "flat_grad": flat_grad * self.ring.num_flat_grads,
-            "recv": recv,
+            "scratch": scratch,
         }
         if self.plan.placement.shards_weights:
             sizes["weight"] = _nbytes(self.weight)
@@ -356,9 +351,7 @@ class Buffers:
             sizes["frozen"] = _nbytes(self.frozen)
         if host_sum:
             sizes["host_sum"] = host_sum * NUM_HOST_SUMS
-        if wire:
-            sizes["wire"] = wire
-        if self.plan.gather_bits:
+        if self._update:
             sizes.update(update=_nbytes(self._update), published=_nbytes(self.published))
         if any(b.layout.owners is not None for b in self.plan.buckets):
             sizes["whole_grad"] = self.nbytes_whole_grad()

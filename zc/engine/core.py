@@ -26,6 +26,7 @@ from zc.passes.pipeline import pipeline, scheduling
 from zc.planning.layout import Slot
 from zc.planning.plan import Bucket, Plan
 from zc.ranks.group import Group
+from zc.ranks.routes import Routes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -89,7 +90,7 @@ class Core:
         # of the parameters that have a place; the model keeps it
         self.names: weakref.ref[Names] | None = None
         self.num_left = 0  # parameters that have left the plan: schedules of before name their slots
-        self.accumulators = Accumulators(buffers, group)
+        self.accumulators = Accumulators(buffers, group, Routes(self.plan, group, buffers.tables))
         self.inductor_options = config.inductor_options
         # they make a schedule of a backward graph
         self.backward_passes = pipeline(

@@ -12,20 +12,16 @@ from typing import Any
 
 from torch import Tensor
 
-from zc.engine import owners, wire
+from zc.engine import owners
 from zc.engine import weight_operations as weights
 from zc.engine.accumulators import Acc, Accumulators
 from zc.engine.memory_order import in_order
-from zc.engine.sums import sum_over_replicas, sum_rows
 from zc.kernels import accumulate_cast as add_cast
 from zc.kernels import flatten_cast as overwrite
 from zc.kernels import matmul_into, rows_into, scatter_into
-from zc.kernels import reduce_rows as add_rows
 from zc.log import log
-from zc.planning.plan import Level, level_of
-from zc.ranks.journal import REDUCE, wait
+from zc.ranks.exchanges import Sum
 from zc.schedule import spec
-from zc.schedule.buffer import Buffer
 from zc.schedule.spec import Op, Spans
 
 Grads = Sequence[Tensor | None]
@@ -115,65 +111,47 @@ def _present(accs: Accumulators, bucket: int, slots: Sequence[int], grads: Grads
 # --- gradients are reduced ---
 
 
-def exchange(accs: Accumulators, bucket: int, dst: str, src: str, among: str | None = None) -> None:
-    if Buffer.named(src).kind == "wire":
-        wire.exchange_encoded(accs, bucket, dst, src)
-        return
-    record = accs.plan.buckets[bucket]
-    is_of_sums = Buffer.named(src).kind == "host_sum"
-    level = level_of(accs.plan, is_of_sums=is_of_sums, among=among)
-    sent, received = accs.buffers.sent(src, record, level), accs.buffers.received(dst, record, level)
-    if not is_of_sums and level is not Level.NET:
-        accs.start_reduction(bucket, sent)
-    if level is Level.REPLICAS:
-        assert accs.replicas is not None
-        sum_over_replicas(accs.replicas, received, sent, bucket)
-    elif accs.plan.reduce == "native":
-        wait(accs.sharers.reduce_scatter(received, sent, bucket))
-    else:
-        wait(accs.sharers.of_level(level).all_to_all(received, sent, bucket))
-    log.debug("bucket %d: its reduction has arrived in %s", bucket, dst)
-
-
-def accumulate(accs: Accumulators, bucket: int, acc: str, src: str, among: str | None = None) -> None:
-    record, to_sum = accs.plan.buckets[bucket], Buffer.named(acc).kind == "host_sum"
-    log.debug("bucket %d: %s is reduced into %s", bucket, src, acc)
-    level = level_of(accs.plan, is_of_sums=accs.plan.reduces_twice and not to_sum, among=among)
-    if Buffer.named(src).kind == "recv":
-        rows = accs.buffers.received(src, record, level)
-    else:
-        rows = accs.buffers.named(src, record)
-    if level is Level.HOST:
-        sum_rows(rows.view(accs.plan.topology.ranks_per_host, -1), accs.buffers.sum_in(acc, record), record.acc_dtype)
-        return
-    rows = rows.view(-1, record.layout.numel_shard)
-    if to_sum:
-        sum_rows(rows, accs.buffers.named(acc, record), record.acc_dtype)
-        return
-    out = accs.buffers.shard(accs.buffers.named(acc, record), record)
-    add_rows(rows, out, scale=1.0 / accs.plan.num_ranks, add=accs.is_added_to(bucket))
-    accs.end_reduction(bucket, out)
-
-
-def reduce_rows(accs: Accumulators, bucket: int, dst: str, src: str) -> None:
-    record, group = accs.plan.buckets[bucket], accs.sharers
-    sent, out = accs.buffers.named(src, record), accs.buffers.named(dst, record)
-    accs.start_reduction(bucket, sent)
-    is_first, add = accs.plan.reduces_twice, accs.is_added_to(bucket)
-    if not is_first:
-        out = accs.buffers.shard(out, record)
-
-    def use(rows: Tensor, start: int, stop: int) -> None:
-        if is_first:
-            sum_rows(rows, out[start:stop], record.acc_dtype)
-        else:
-            add_rows(rows, out[start:stop], scale=1.0 / accs.plan.num_ranks, add=add)
-
-    with group.offering(REDUCE, bucket, sent) as places:
-        group.neighbours.rows(sent, *record.layout.host_range(group.rank), places, use)  # one host: the shard
+def reduce(accs: Accumulators, bucket: int, dst: str, src: str, hop: int = 0) -> None:
+    sent, total = _sent(accs, bucket, src, hop), _sum_into(accs, bucket, dst, hop)
+    accs.routes.to_reduce(hop).reduce(accs.plan.buckets[bucket], sent, total)
+    _end_hop(accs, bucket, total, hop)
     log.debug("bucket %d: all ranks' %s are reduced into %s", bucket, src, dst)
-    if not is_first:
-        accs.end_reduction(bucket, out)
+
+
+def take(accs: Accumulators, bucket: int, dst: str, src: str, hop: int = 0) -> None:
+    sent = _sent(accs, bucket, src, hop)
+    accs.routes.to_reduce(hop).take(accs.plan.buckets[bucket], sent, accs.buffers.raw(dst))
+    log.debug("bucket %d: %s has been taken into %s", bucket, src, dst)
+
+
+def finish(accs: Accumulators, bucket: int, dst: str, src: str, hop: int = 0) -> None:
+    total = _sum_into(accs, bucket, dst, hop)
+    accs.routes.to_reduce(hop).finish(accs.plan.buckets[bucket], accs.buffers.raw(src), total)
+    _end_hop(accs, bucket, total, hop)
+    log.debug("bucket %d: %s is reduced into %s", bucket, src, dst)
+
+
+def _sent(accs: Accumulators, bucket: int, src: str, hop: int) -> Tensor:
+    """What a hop sends: this rank's gradients, or the sum of the hop before."""
+    sent = accs.buffers.sent(src, accs.plan.buckets[bucket], hop)
+    if hop == 0:
+        accs.start_reduction(bucket, sent)
+    return sent
+
+
+def _sum_into(accs: Accumulators, bucket: int, dst: str, hop: int) -> Sum:
+    """The last hop adds the mean over all ranks to this rank's shard of an accumulator. Others leave the sum of some
+    ranks' gradients at the start of ``dst``."""
+    plan, record = accs.plan, accs.plan.buckets[bucket]
+    if hop < len(plan.hops) - 1:
+        return Sum(accs.buffers.inner_sum(dst, record, hop))
+    out = accs.buffers.shard(accs.buffers.named(dst, record), record)
+    return Sum(out, 1.0 / plan.num_ranks, accs.is_added_to(bucket))
+
+
+def _end_hop(accs: Accumulators, bucket: int, total: Sum, hop: int) -> None:
+    if hop == len(accs.plan.hops) - 1:
+        accs.end_reduction(bucket, total.out)
 
 
 # --- host memory ---
@@ -208,11 +186,9 @@ def copy_to_device(accs: Accumulators, bucket: int, dst: str, src: str) -> None:
 TABLE: dict[type[Op], Function] = {
     spec.FlattenCast: flatten_cast, spec.AccumulateCast: accumulate_cast, spec.WgradInto: wgrad_into,
     spec.Deposit: deposit,
-    spec.Exchange: exchange, spec.Accumulate: accumulate, spec.ReduceRows: reduce_rows,
-    spec.Quantise: wire.quantise, spec.AccumulateQuantised: wire.accumulate_quantised,
+    spec.Reduce: reduce, spec.Take: take, spec.Finish: finish,
     spec.StageShard: stage_shard, spec.CopyToHost: copy_to_host, spec.CopyToDevice: copy_to_device,
-    spec.Spread: owners.spread, spec.SpreadShards: owners.spread_shards,
-    spec.Gather: weights.gather, spec.Publish: weights.publish,
-    spec.TakeWeights: weights.take_weights, spec.GatherWeights: weights.gather_weights,
+    spec.Spread: owners.spread, spec.Gather: weights.gather, spec.Publish: weights.publish,
+    spec.TakeWeights: weights.take_weights,
     spec.ReadWeights: weights.read_weights, spec.FreeWeights: weights.free_weights,
 }  # fmt: skip

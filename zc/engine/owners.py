@@ -42,18 +42,16 @@ def gather_whole(plan: Plan, buffers: Buffers, group: Group, buckets: Sequence[i
     return {index: whole.cpu() if on_host else whole for index, whole in whole_grads.items()}
 
 
-def spread(accs: Accumulators, bucket: int, buffer: str) -> None:
-    """Sends this rank's updated weights to the ranks whose shards they lie in, and receives its own shard, all in
-    flat_param and on the current stream."""
-    flat, layout, group = accs.buffers.flat_param[bucket], accs.plan.buckets[bucket].layout, accs.sharers
+def spread(accs: Accumulators, bucket: int, dst: str, src: str | None = None) -> None:
+    """Sends this rank's updated weights to the ranks whose shards they lie in, and receives its own shard, on the
+    current stream: in flat_param, or with ``src`` from there to the shard (stage 3 with offload)."""
+    record, group = accs.plan.buckets[bucket], accs.sharers
+    if src is not None:
+        spread_run(accs.buffers.named(dst, record), accs.buffers.staged_run(src, record), group, record)
+        return
+    flat, layout = accs.buffers.flat_param[bucket], record.layout
     received, sent = _pieces(flat, 0, layout.of_shard(group.rank)), _pieces(flat, 0, layout.of_run(group.rank))
     group.exchange(received, sent, FROM_OWNERS, bucket).wait()
-
-
-def spread_shards(accs: Accumulators, bucket: int, dst: str, src: str) -> None:
-    """The same in stage 3 with offload."""
-    record = accs.plan.buckets[bucket]
-    spread_run(accs.buffers.named(dst, record), accs.buffers.staged_run(src, record), accs.sharers, record)
 
 
 def spread_run(shard: Tensor, run: Tensor, group: Group, bucket: Bucket) -> None:

@@ -51,7 +51,9 @@ class Program:
         on_buckets = [op for op in records if isinstance(op, spec.BucketOp)]
         self.buckets = frozenset(op.bucket for op in on_buckets if op.role in (spec.Role.WRITE, spec.Role.REDUCTION))
         exchanged = on_buckets if self.plan.num_ranks > 1 else []
-        self.reductions = tuple(op.bucket for op in exchanged if isinstance(op, spec.RowSum) and op.is_mean)
+        self.reductions = tuple(
+            op.bucket for op in exchanged if isinstance(op, spec.Reduction) and op.brings_mean(self.plan)
+        )
         writes = (op for op in records if isinstance(op, spec.Write | spec.Deposit))
         self.gradients = frozenset((op.bucket, slot) for op in writes for slot in op.slots)
 

@@ -12,35 +12,34 @@ from zc.planning.plan import NUM_HOST_SUMS, Plan
 
 
 class Ring:
-    """flat_grad, recv, host_sum and wire of one rank, as bytes. A list stays the same object while its tensors come and
+    """flat_grad, scratch and host_sum of one rank, as bytes. A list stays the same object while its tensors come and
     go."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.flat_grad: Final[list[Tensor]] = []
-        self.recv: Final[list[Tensor]] = []
+        self.scratch: Final[list[Tensor]] = []
         self.host_sum: Final[list[Tensor]] = []
-        self.wire: Final[list[Tensor]] = []
-        self.tensors: Final = self.flat_grad, self.recv, self.host_sum, self.wire
+        self.tensors: Final = self.flat_grad, self.scratch, self.host_sum
         self.exists = False
 
     @property
     def num_flat_grads(self) -> int:
         return min(self.plan.num_buffers, len(self.plan.buckets))
 
-    def nbytes(self) -> tuple[int, int, int, int]:
-        """Bytes of one flat_grad, of recv, of one host_sum and of wire; 0 if there is none."""
+    def nbytes(self) -> tuple[int, int, int]:
+        """Bytes of one flat_grad, of scratch, and of one host_sum; 0 if there is none."""
         plan = self.plan
         if not plan.buckets:
-            return 0, 0, 0, 0
+            return 0, 0, 0
         whole = max(b.numel * b.reduce_dtype.itemsize for b in plan.buckets)
         host_sum = max(plan.numel_host_sum(b) * b.net_dtype.itemsize for b in plan.buckets)
-        recv, wire = (max(map(nbytes, plan.buckets)) for nbytes in (plan.nbytes_recv, plan.nbytes_wire))
-        return whole if plan.placement.shards_gradients else 0, recv, host_sum, wire
+        scratch = max(map(plan.nbytes_scratch, plan.buckets))
+        return whole if plan.placement.shards_gradients else 0, scratch, host_sum
 
     def allocate(self) -> None:
         """Allocates them; their values are undefined."""
-        device, counts = self.plan.buckets[0].device, (self.num_flat_grads, 1, NUM_HOST_SUMS, 1)
+        device, counts = self.plan.buckets[0].device, (self.num_flat_grads, 1, NUM_HOST_SUMS)
         for tensors, n, count in zip(self.tensors, self.nbytes(), counts, strict=True):
             tensors[:] = [empty(n, torch.uint8, device) for _ in range(count)] if n else []
         self.exists = True

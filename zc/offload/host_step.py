@@ -14,7 +14,7 @@ In stage 3 the copy goes to ``weight[0]``, this rank's shard, and nothing is gat
 buffer, and from there to the shards in which they lie::
 
     copy | copy_to_device(0, "staging[0]", "param[0]")
-    comm | spread_shards(0, "weight[0]", "staging[0]")
+    comm | spread(0, "weight[0]", src="staging[0]")
  compute | publish(0, "weight[0]")
 
 On a GPU ``loss.backward()`` returns before the device is done, so the first buckets are updated during the backward.
@@ -39,7 +39,7 @@ from zc.offload.disk import DiskState
 from zc.planning.plan import Plan
 from zc.schedule.buffer import Buffer
 from zc.schedule.nodes import put
-from zc.schedule.spec import CastParam, CopyToDevice, Gather, Op, Publish, Spread, SpreadShards, Update
+from zc.schedule.spec import CastParam, CopyToDevice, Op, Publish, Spread, Update, gather_node
 
 if TYPE_CHECKING:
     from zc.engine.core import Core
@@ -73,13 +73,13 @@ def _bring_weights(graph: fx.Graph, plan: Plan, index: int, source: Buffer, stag
     if plan.placement.shards_weights:
         put(graph, CopyToDevice(index, staging if spreads else weights, source))
         if spreads:
-            put(graph, SpreadShards(index, weights, staging))
+            put(graph, Spread(index, weights, staging))
         return
     put(graph, CopyToDevice(index, weights, source))
     if spreads:
         put(graph, Spread(index, weights))
     if plan.world_size > 1:
-        put(graph, Gather(index, weights))
+        put(graph, gather_node(plan, index, weights))
 
 
 class HostStep:

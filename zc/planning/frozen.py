@@ -28,7 +28,7 @@ def with_frozen(plan: Plan, params: Mapping[str, nn.Parameter], bucket_nbytes: i
     for name, param in reversed(list(params.items())):
         groups.setdefault(param.dtype, []).append(ParamSpec.of(name, param))
     buckets: list[Bucket] = []
-    num_hosts = plan.topology.num_hosts if plan.has_levels else 1
+    num_hosts = plan.topology.num_hosts if plan.topology.has_levels else 1
     for dtype, specs in groups.items():
         align = ALIGN_NBYTES // dtype.itemsize
         nbytes = bucket_nbytes or limit_of(specs, weight_nbytes=plan.weight_nbytes)

@@ -41,7 +41,7 @@ def resident(plan: Plan, num_states: Sequence[int]) -> tuple[dict[str, int], dic
         "master_shard": heaviest(apart, lambda b: b.acc_dtype.itemsize) if plan.offload is None else 0,
         "acc": 0 if plan.offload is not None and plan.offload.accumulates_on_host else acc,
         "flat_grad": ring * whole if in_ring else 0,
-        "recv": max(map(plan.nbytes_recv, plan.buckets)),
+        "scratch": max(map(plan.nbytes_scratch, plan.buckets)),
         "optimizer_state": state if plan.offload is None else 0,
     }
     if shards_weights:
@@ -52,9 +52,7 @@ def resident(plan: Plan, num_states: Sequence[int]) -> tuple[dict[str, int], dic
         device["frozen"] = in_shards(plan.frozen, "param_dtype")
     if host_sum:
         device["host_sum"] = NUM_HOST_SUMS * host_sum
-    wire, update = (max(map(nbytes, plan.buckets)) for nbytes in (plan.nbytes_wire, plan.nbytes_update))
-    if wire:
-        device["wire"] = wire
+    update = max(map(plan.nbytes_update, plan.buckets))
     if update:
         device.update(update=update, published=in_shards(plan.buckets, "param_dtype"))
     if ragged and in_pieces:  # during an update
@@ -122,19 +120,19 @@ def sent(plan: Plan, microbatches: int) -> dict[str, int]:
     """
     num = microbatches if plan.placement.shards_gradients else 1
     others, between = plan.world_size - 1, plan.topology.num_hosts - 1
-    to_its_host = plan.topology.num_hosts * (plan.topology.ranks_per_host - 1) if plan.has_levels else 0
+    to_its_host = plan.topology.num_hosts * (plan.topology.ranks_per_host - 1) if plan.topology.has_levels else 0
     shards = in_shards(plan.buckets, "reduce_dtype")
     if plan.reduce_bits:
         reduced = to_its_host * shards + sum(most_encoded(plan, b, plan.reduce_bits)[0] for b in plan.buckets)
     else:
         reduced = others * shards
-        if plan.has_levels:
+        if plan.topology.has_levels:
             reduced = to_its_host * shards + between * in_shards(plan.buckets, "net_dtype")
         reduced += sum(sent_to_replicas(plan, b) for b in plan.buckets)
     whole, gathered = plan.sharded, others * in_shards(_after_update(plan), "param_dtype")
     encoded = 0
     if plan.gather_bits:
-        read = others - between if plan.has_levels else 0
+        read = others - between if plan.topology.has_levels else 0
         encoded = read * in_shards(plan.buckets, "param_dtype")
         encoded += sum(most_encoded(plan, b, plan.gather_bits)[1] for b in plan.buckets)
         whole = tuple(b for b in whole if not plan.encodes_weights(b))
@@ -169,7 +167,9 @@ def most_encoded(plan: Plan, bucket: Bucket, bits: int) -> tuple[int, int]:
 
 def sent_to_replicas(plan: Plan, bucket: Bucket) -> int:
     """Bytes that a rank sends to its replicas in a reduction: pieces of its shard, and the sum of its own piece."""
-    wire = bucket.net_dtype if plan.reduces_twice else bucket.reduce_dtype
+    if plan.num_replicas == 1:
+        return 0
+    wire = plan.hops[-1].dtype(bucket)
     piece = bucket.layout.numel_shard // plan.num_replicas
     return piece * (plan.num_replicas - 1) * (wire.itemsize + bucket.acc_dtype.itemsize)
 
@@ -179,9 +179,9 @@ def sent_between_hosts(plan: Plan, microbatches: int, ranks_per_host: int) -> di
     levels send the least possible, 2 (H - 1) / H of the model with one backward; one level sends L times that."""
     num = microbatches if plan.placement.shards_gradients else 1
     others, copies = _pairs_between_hosts(plan, ranks_per_host)
-    if plan.has_levels:
+    if plan.topology.has_levels:
         others = ranks_per_host * (plan.topology.num_hosts - 1)
-    reduced = others * in_shards(plan.buckets, "net_dtype" if plan.has_levels else "reduce_dtype")
+    reduced = others * in_shards(plan.buckets, "net_dtype" if plan.topology.has_levels else "reduce_dtype")
     if copies:
         reduced += copies * sum(sent_to_replicas(plan, b) for b in plan.buckets) // (plan.num_replicas - 1)
     gathered = others * in_shards(_after_update(plan), "param_dtype")

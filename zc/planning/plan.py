@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -13,6 +12,7 @@ from functools import cached_property
 import torch
 
 from zc.planning.blocks import BlockKind
+from zc.planning.hops import Hop, Into, Way, hops_to_gather, hops_to_reduce
 from zc.planning.layout import ALIGN_NBYTES, LEFT, FlatLayout, Slot, align_up
 from zc.planning.placement import Offload, Placement
 from zc.planning.topology import ALONE, Topology
@@ -21,15 +21,6 @@ from zc.planning.wire import largest
 NUM_HOST_SUMS = 2  # the first of two reductions writes one while the second sends the other
 
 FIRST_FROZEN = 100_000  # the number of the first bucket of frozen parameters (`zc.planning.frozen`)
-
-
-class Level(enum.Enum):
-    """The ranks between which an exchange goes by messages."""
-
-    ALL = "all that share one state"
-    HOST = "those of one host"
-    NET = "those of one number on all hosts"
-    REPLICAS = "those with the same shard"
 
 
 @dataclass(frozen=True)
@@ -175,63 +166,23 @@ class Plan:
         """Whether a backward under this plan reduces, or only accumulates."""
         return self.placement.shards_gradients or self.is_boundary
 
-    @property
-    def reads_rows(self) -> bool:
-        """Whether a reduction reads the other ranks' gradients where they lie, at least inside a host."""
-        return self.world_size > 1 and self.topology.reads_memory and self.reduce == "exact"
-
-    @property
-    def has_levels(self) -> bool:
-        """Whether reductions and gathers have two levels (`Topology.has_levels`)."""
-        return self.topology.has_levels
-
-    @property
-    def sums_in_place(self) -> bool:
-        """Whether ranks of a host exchange messages, and write the sum over their own gradients, in the same buffer."""
-        return self.has_levels and not self.topology.reads_memory
-
-    @property
-    def reads_weights(self) -> bool:
-        """Whether the gather after an update reads the other ranks' weights where they lie."""
-        return self.world_size > 1 and self.topology.reads_memory
-
-    @property
-    def reads_shards(self) -> bool:
-        """Whether a gather of a sharded bucket reads the other ranks' shards where they lie. Not with two levels: a
-        rank can read only the shards of its own host."""
-        return self.reads_weights and not self.has_levels
-
-    @property
-    def reduces_twice(self) -> bool:
-        """Whether a reduction makes a ``host_sum``: the sum over a host's ranks, by memory, before the one between
-        hosts; or the sum inside a replica, before the one between replicas."""
-        in_memory = self.has_levels and self.topology.reads_memory
-        return in_memory or (self.num_replicas > 1 and self.world_size > 1)
+    @cached_property
+    def hops(self) -> tuple[Hop, ...]:
+        """How each reduction travels between ranks (`zc.planning.hops`)."""
+        return hops_to_reduce(self)
 
     def numel_host_sum(self, bucket: Bucket) -> int:
         """Elements of a ``host_sum``; 0 without one."""
-        if not self.reduces_twice:
-            return 0
-        return bucket.layout.numel_host_range if self.reads_rows else bucket.layout.numel_shard
+        return max((hop.numel_sum(bucket) for hop in self.hops if hop.into is Into.HOST_SUM), default=0)
 
-    def nbytes_recv(self, bucket: Bucket) -> int:
-        """Bytes that a reduction of this bucket receives in messages, at one time."""
-        if self.num_ranks == 1:
-            return 0
-        if self.reduce_bits:
-            encoded = largest(self, bucket, self.reduce_bits)[1]
-            return max(encoded, bucket.numel * bucket.reduce_dtype.itemsize) if self.sums_in_place else encoded
-        second = bucket.layout.numel_host_range * bucket.net_dtype.itemsize if self.has_levels else 0
-        if self.num_replicas > 1:
-            second = bucket.layout.numel_shard * bucket.acc_dtype.itemsize
-        if self.world_size == 1 or self.reads_rows:
-            return second
-        whole = bucket.numel * bucket.reduce_dtype.itemsize
-        return max(second, whole if self.reduce == "exact" else whole // self.world_size)
+    def nbytes_scratch(self, bucket: Bucket) -> int:
+        """Bytes that a reduction of this bucket needs beside what it sends and its sum, at one time."""
+        return max((hop.nbytes_scratch(self, bucket) for hop in self.hops), default=0)
 
-    def nbytes_wire(self, bucket: Bucket) -> int:
-        """Bytes of the encoded gradients that a reduction of this bucket sends, the rows for this rank included."""
-        return largest(self, bucket, self.reduce_bits)[0] if self.reduce_bits else 0
+    def encodes_gathers(self, bucket: Bucket) -> bool:
+        """Whether this bucket's weights travel encoded, after an update or while they are read: in a scratch buffer,
+        ``update``."""
+        return any(hop.way is Way.ENCODED for hop in hops_to_gather(self, bucket))
 
     def nbytes_update(self, bucket: Bucket) -> int:
         """Bytes of the encoded differences that a gather of this bucket brings together."""
@@ -305,13 +256,3 @@ class Plan:
             for b in self.with_weights
         ]
         return "\n".join([f"stage {self.placement.stage}, W={self.world_size}, reduce={self.reduce}", *rows])
-
-
-def level_of(plan: Plan, *, is_of_sums: bool, among: str | None) -> Level:
-    """The level of an exchange in a reduction. ``is_of_sums``: it sends a ``host_sum``; ``among``: see
-    `zc.schedule.spec`."""
-    if among is not None:
-        return Level.HOST
-    if plan.num_replicas > 1 and (is_of_sums or plan.world_size == 1):
-        return Level.REPLICAS
-    return Level.NET if is_of_sums or plan.sums_in_place else Level.ALL

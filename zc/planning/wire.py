@@ -115,7 +115,7 @@ def rows_to_gather(plan: Plan, bucket: Bucket, rank: int) -> Rows:
 
 def _of_hosts(plan: Plan, bucket: Bucket, rank: int, bits: int) -> Rows:
     layout = bucket.layout
-    if not plan.has_levels:
+    if not plan.topology.has_levels:
         return rows_of(layout, bits, 0, plan.world_size)
     start, stop = layout.host_range(rank)
     return rows_of(layout, bits, start // layout.numel_shard, (stop - start) // layout.numel_shard)
@@ -129,7 +129,7 @@ def own_row_to_gather(plan: Plan, bucket: Bucket, rank: int) -> Rows:
 def place_of(plan: Plan, bucket: Bucket, rank: int) -> int:
     """The number of that row in `rows_to_gather`."""
     shard = bucket.layout.shard_of(rank)
-    return shard % plan.topology.num_hosts if plan.has_levels else shard
+    return shard % plan.topology.num_hosts if plan.topology.has_levels else shard
 
 
 def row_of(plan: Plan, bucket: Bucket, rank: int) -> Rows:
@@ -148,7 +148,7 @@ def largest(plan: Plan, bucket: Bucket, bits: int) -> tuple[int, int]:
 
 def num_rows(plan: Plan) -> int:
     """How many ranks exchange rows with each other: those with one number on all hosts, or all."""
-    return plan.topology.num_hosts if plan.has_levels else plan.world_size
+    return plan.topology.num_hosts if plan.topology.has_levels else plan.world_size
 
 
 @functools.lru_cache(maxsize=1024)

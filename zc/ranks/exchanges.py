@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,14 @@ from zc.ranks.work import Step, Work, collective, messages
 # What the owners of whole parameters exchange: (rank, piece), ranks ascending. Pieces have any length, and are adjacent
 # in memory.
 Pieces = Sequence[tuple[int, Tensor]]
+
+
+class Sum(NamedTuple):
+    """Where a sum over ranks goes: ``out`` [n] <- scale * the sum, or with ``add`` out += that (`zc.ranks.routes`)."""
+
+    out: Tensor
+    scale: float = 1.0
+    add: bool = False
 
 
 def _all_gather() -> Any:

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zc import torch_private
 from zc.errors import PlanError
-from zc.planning.plan import Level
+from zc.planning.hops import Level
 from zc.planning.topology import Topology, flat
 from zc.ranks.control import Control, backend_of, host_backend
 from zc.ranks.exchanges import Exchanges, Pieces, copy_own_piece
@@ -220,9 +220,7 @@ class Group(Control):
         self.levels.net.all_gather(host_range, shard, kind, bucket).wait()
         return self.levels.host.all_gather(out, host_range, kind, bucket)
 
-    def exchange(
-        self, received: Pieces, sent: Pieces, kind: str, bucket: int
-    ) -> Work:
+    def exchange(self, received: Pieces, sent: Pieces, kind: str, bucket: int) -> Work:
         """As `Exchanges.exchange`."""
         if self._by_memory and self._neighbours is not None:
             entry = self._begin(kind, bucket, sum(piece.nbytes for rank, piece in sent if rank != self.rank))

@@ -13,7 +13,8 @@ from zc.engine.accumulators import Acc
 from zc.engine.program import Program
 from zc.errors import PlanError
 from zc.passes.write_in_place import nbytes_in_place
-from zc.planning.plan import Plan
+from zc.planning.hops import Way, hops_to_gather
+from zc.planning.plan import Bucket, Plan
 from zc.planning.wire import BLOCK, exact_numel
 from zc.registry import persistent_nbytes, sharded
 from zc.report import last_step, residency, summary
@@ -162,11 +163,15 @@ def _ways(plan: Plan) -> str:
     """How each exchange travels: by messages, or by reading memory."""
     if plan.num_ranks == 1:
         return "one rank: nothing is exchanged"
-    ways = {True: "read from the other ranks' memory", False: "messages"}
-    gathers = plan.reads_shards if plan.placement.shards_weights else plan.reads_weights
-    inside = f"reductions: {ways[plan.reads_rows]}; gathers of weights: {ways[gathers]}; "
-    if plan.frozen and plan.reads_shards != gathers:
-        inside += f"of frozen ones: {ways[plan.reads_shards]}; "
+    words = {True: "read from the other ranks' memory", False: "messages"}
+
+    def gathered(bucket: Bucket) -> bool:
+        return any(hop.way is Way.MEMORY for hop in hops_to_gather(plan, bucket))
+
+    gathers = gathered(plan.buckets[0])
+    inside = f"reductions: {words[plan.hops[0].way is Way.MEMORY]}; gathers of weights: {words[gathers]}; "
+    if plan.frozen and gathered(plan.frozen[0]) != gathers:
+        inside += f"of frozen ones: {words[gathered(plan.frozen[0])]}; "
     if plan.num_replicas == 1:
         how = "messages over sockets of the host" if gathers else "messages"
         return f"{plan.topology}; {inside}announcements and norms: {how}"
@@ -183,7 +188,7 @@ def _encoded(plan: Plan) -> list[str]:
     ways += [f"{how} {plan.gather_bits} bits"] if plan.gather_bits else []
     if not ways:
         return []
-    where = "between hosts" if plan.has_levels else "between ranks"
+    where = "between hosts" if plan.topology.has_levels else "between ranks"
     return [f"{where} {' and '.join(ways)}, a scale per {BLOCK} elements; {exact_numel(plan):,} elements exact"]
 
 

@@ -25,9 +25,8 @@ from zc.schedule.spec import (
     BucketOp,
     Cast,
     Deposit,
-    Exchange,
     FreeWeights,
-    GatherWeights,
+    Gather,
     Op,
     ReadWeights,
     RecordEvent,
@@ -98,7 +97,7 @@ class Timeline:
             return self.exposed_on_host
         busy = (b for b in self.boxes if b.lane.startswith(COMPUTE) or (b.lane == LOOP and b.label == "forward"))
         compute = _union([(b.start, b.stop) for b in busy])
-        comm = _union([(b.start, b.stop) for b in self.boxes if isinstance(b.op, Exchange) or b.lane == COMM])
+        comm = _union([(b.start, b.stop) for b in self.boxes if b.lane == COMM])
         covered = sum(max(0.0, min(s, t) - max(a, b)) for a, s in comm for b, t in compute)
         return sum(stop - start for start, stop in comm) - covered
 
@@ -125,7 +124,7 @@ def measured(step: ClockedStep, programs: Iterable[Scheduled]) -> Timeline:
     boxes = [Box(None, LOOP, p.start, p.stop, p.name, f"the caller's loop: {p.name}") for p in step.phases]
     arrows: list[Arrow] = []
     free: dict[str, float] = {}
-    moves: list[tuple[float, GatherWeights | FreeWeights]] = []
+    moves: list[tuple[float, Gather | FreeWeights]] = []
     for (name, _), spans in sorted(runs.items(), key=lambda run: min(run[1].values())):
         if name in by_name:
             _place(by_name[name], spans, free, boxes, arrows)
@@ -142,28 +141,27 @@ def measured(step: ClockedStep, programs: Iterable[Scheduled]) -> Timeline:
     )
 
 
-def _moves(
-    graph: fx.Graph, spans: Mapping[str, tuple[float, float]]
-) -> Iterator[tuple[float, GatherWeights | FreeWeights]]:
+def _moves(graph: fx.Graph, spans: Mapping[str, tuple[float, float]]) -> Iterator[tuple[float, Gather | FreeWeights]]:
     """When a gather began to fill its bytes of the arena, and when these were free again."""
     for node, op in ops(graph):
-        if node.name in spans and isinstance(op, GatherWeights) and op.dst.kind == "arena":
+        if node.name in spans and isinstance(op, Gather) and op.dst.kind == "arena":
             yield spans[node.name][0], op
         elif node.name in spans and isinstance(op, FreeWeights):
             yield spans[node.name][1], op
 
 
-def _gathered(moves: Iterable[tuple[float, GatherWeights | FreeWeights]]) -> tuple[tuple[float, int], ...]:
+def _gathered(moves: Iterable[tuple[float, Gather | FreeWeights]]) -> tuple[tuple[float, int], ...]:
     """The bytes of gathered weights from each of these times on.
 
     A pass that ended early freed nothing: its weights count until the next gather overwrites them.
     """
     alive: set[tuple[int, int]] = set()  # extents
     points: dict[float, int] = {}
-    for time, op in sorted(moves, key=lambda move: (move[0], isinstance(move[1], GatherWeights))):
-        alive = {(start, stop) for start, stop in alive if stop <= op.start or op.stop <= start}
-        if isinstance(op, GatherWeights):
-            alive.add((op.start, op.stop))
+    for time, op in sorted(moves, key=lambda move: (move[0], isinstance(move[1], Gather))):
+        start, stop = (op.start, op.stop) if isinstance(op, FreeWeights) else (op.extent or (0, 0))
+        alive = {(low, high) for low, high in alive if high <= start or stop <= low}
+        if isinstance(op, Gather):
+            alive.add((start, stop))
         points[time] = sum(stop - start for start, stop in alive)
     return tuple(points.items())
 

@@ -53,6 +53,7 @@ _TYPES = {
     "int": _Type(_of(int)),
     "str": _Type(_of(str)),
     "tuple[int, ...]": _Type(_all(_of(int))),
+    "Extent": _Type(_span),
     "Spans": _Type(_all(_span)),
     "EventName": _Type(_event),
     "Buffer": _Type(lambda name: Buffer.named(_of(str)(name)), str),
@@ -63,10 +64,11 @@ _TYPES = {
 
 
 class _Layout(NamedTuple):
-    """Fields by name. Keywords are left out where they are None."""
+    """Fields by name. Keywords are left out where they have their default."""
 
     positional: dict[str, _Type]
     keywords: dict[str, _Type]
+    defaults: dict[str, Any]  # of keywords; those that lack one are None
     has_operands: bool  # in the last positional field
 
 
@@ -80,6 +82,7 @@ def _layout(kind: type[Op]) -> _Layout:
         _LAYOUTS[kind] = _Layout(
             {name: _TYPES[types[name]] for name in positional},
             {name: _TYPES[text.removesuffix(" | None")] for name, text in types.items() if name not in positional},
+            {f.name: f.default for f in fields(kind) if f.default is not MISSING},
             types[positional[-1]] == "Operands",
         )
     return _LAYOUTS[kind]
@@ -109,5 +112,5 @@ def written(op: Op) -> tuple[tuple[Any, ...], dict[str, Any]]:
     args = [type_.write(getattr(op, name)) for name, type_ in layout.positional.items()]
     if layout.has_operands:
         args += args.pop()
-    kwargs = {name: t.write(item) for name, t in layout.keywords.items() if (item := getattr(op, name)) is not None}
-    return tuple(args), kwargs
+    items = ((name, type_, getattr(op, name)) for name, type_ in layout.keywords.items())
+    return tuple(args), {name: t.write(item) for name, t, item in items if item != layout.defaults.get(name)}

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
+    from zc.planning.hops import Hop
     from zc.planning.plan import Plan
 
 
@@ -48,6 +49,11 @@ def _is_summed(plan: Plan) -> bool:
     return not plan.placement.shards_gradients and (plan.num_ranks > 1 or plan.offload is not None)
 
 
+def _sums_apart(plan: Plan, hop: Hop) -> bool:
+    """Whether this hop of a reduction has a stream of its own beside comm, which takes its sum."""
+    return hop.is_direct and len(plan.hops) > 1
+
+
 def _gathers_while_reading(plan: Plan) -> bool:
     return plan.overlap and bool(plan.sharded)
 
@@ -55,12 +61,11 @@ def _gathers_while_reading(plan: Plan) -> bool:
 KINDS = {
     "flat_grad": Kind("gradients of one bucket; a ring", COMM, shared="stage 2 with overlap",
                       is_shared=lambda plan, _: plan.overlap and plan.placement.shards_gradients),
-    "recv": Kind("what the other ranks have sent", COMM),
-    "wire": Kind("gradients of one bucket, encoded for other hosts", COMM),
+    "scratch": Kind("what ranks have sent in one hop of a reduction", COMM),
     "update": Kind("encoded differences between the masters of one bucket and its weights", COMM),
-    "host_sum": Kind("two reductions: the sum of the first, over the ranks of a host or replica; a ring", COMM,
+    "host_sum": Kind("several hops: the sum of one, over the ranks of a host or replica; a ring", COMM,
                  shared="with overlap, where ranks read each other's memory",
-                 is_shared=lambda plan, _: plan.overlap and plan.reduces_twice and plan.reads_rows),
+                 is_shared=lambda plan, _: plan.overlap and any(_sums_apart(plan, hop) for hop in plan.hops)),
     "acc": Kind("the accumulator of bucket i", COMM, shared="stage 1 with overlap, if its sums are sent or offloaded",
                 is_shared=lambda plan, _: plan.overlap and _is_summed(plan)),
     "flat_param": Kind("the weights of bucket i", MAIN),

@@ -6,7 +6,7 @@
         on('compute', lambda: ops.flatten_cast(0, 'flat_grad[0]', (0,), [v.pop('getitem')]))
         record('e0', 'compute')
         wait('e0', 'comm')
-        on('comm', lambda: ops.exchange(0, 'recv[0]', 'flat_grad[0]'))
+        on('comm', lambda: ops.reduce(0, 'acc[0]', 'flat_grad[0]'))
 
 ``v`` holds the values by name. A value leaves it at its last use in program order, in the list that the segment gets,
 so that the segment can free it. Values that the output returns stay.

@@ -16,14 +16,15 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
+from zc.planning.hops import Hop, Way
 from zc.planning.plan import Bucket, Plan
 from zc.schedule.nodes import op_of
 from zc.schedule.spec import (
     BucketOp,
     Cast,
-    Exchange,
     Role,
     Segment,
+    Take,
     WgradInto,
 )
 
@@ -53,18 +54,11 @@ def ceilings_of(plan: Plan) -> Ceilings:
     return CEILINGS.get(plan.buckets[0].device.type if plan.buckets else "cuda", CEILINGS["cuda"])
 
 
-def exchange_us(bucket: Bucket, plan: Plan) -> float:
-    """One reduction: each rank sends and receives all but its own part of the bucket."""
+def hop_us(hop: Hop, bucket: Bucket, plan: Plan) -> float:
+    """What one hop of a reduction sends, all but the part for this rank."""
     c = ceilings_of(plan)
-    nbytes = plan.nbytes_wire(bucket) if plan.reduce_bits else bucket.numel * bucket.reduce_dtype.itemsize
-    return c.us_launch + nbytes * (plan.world_size - 1) / plan.world_size / c.nbytes_link
-
-
-def replicas_us(bucket: Bucket, plan: Plan) -> float:
-    """A shard between its replicas: its pieces go out as they are, and come back summed, in the accumulator's dtype."""
-    c, others = ceilings_of(plan), (plan.num_replicas - 1) / plan.num_replicas
-    width = (bucket.net_dtype if plan.reduces_twice else bucket.reduce_dtype).itemsize + bucket.acc_dtype.itemsize
-    return 2 * c.us_launch + bucket.layout.numel_shard * width * others / c.nbytes_link
+    num_messages = 2 if hop.way is Way.REPLICAS else 1  # pieces go out as they are, and come back summed
+    return num_messages * c.us_launch + hop.nbytes_sent(plan, bucket) / c.nbytes_link
 
 
 _aten = torch.ops.aten
@@ -110,9 +104,8 @@ def estimate(plan: Plan) -> Cost:
         if not isinstance(op, BucketOp):
             return 0.0
         bucket = plan.bucket(op.bucket)
-        if isinstance(op, Exchange):
-            is_between_replicas = plan.num_replicas > 1 and (plan.world_size == 1 or op.src.kind == "host_sum")
-            return replicas_us(bucket, plan) if is_between_replicas else exchange_us(bucket, plan)
+        if isinstance(op, Take):
+            return hop_us(plan.hops[op.hop], bucket, plan)
         if isinstance(op, WgradInto):
             numel = bucket.slots[op.slot].numel
             vals = [n.meta.get("val") for n in op.inputs]

@@ -5,7 +5,7 @@ bucket, so the ring of two turns by one::
 
     wait_event("done/flat_grad[0]")                wait_event("done/flat_grad[1]")
     flatten_cast(4, "flat_grad[0]", ...)     ->    flatten_cast(5, "flat_grad[1]", ...)
-    reduce_rows(4, "acc[4]", "flat_grad[0]")       reduce_rows(5, "acc[5]", "flat_grad[1]")
+    reduce(4, "acc[4]", "flat_grad[0]")            reduce(5, "acc[5]", "flat_grad[1]")
     record_event("done/flat_grad[0]")              record_event("done/flat_grad[1]")
 
 Renaming buffers and events one-to-one keeps every order, and docs/proof.md says the same of every bucket and of every

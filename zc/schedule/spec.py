@@ -20,22 +20,19 @@ from torch import fx
 
 from zc.schedule.buffer import COMM, COMPUTE, COPY, HOST, Buffer
 from zc.schedule.contents import (
+    AFTER,
+    BEFORE,
     CAST,
-    ENCODED,
-    ENCODED_ROWS,
     GATHERED,
     GRADIENT,
-    HOST_ROWS,
-    HOST_SUM,
     LANDED,
     NEW,
     NOTHING,
     OLD,
     PUBLISHED,
-    ROWS,
     SENT,
     SUM,
-    SUMS,
+    TAKEN,
     TOTAL,
     Row,
 )
@@ -45,7 +42,8 @@ if TYPE_CHECKING:
 
 Nodes = tuple[fx.Node, ...]  # one argument, a list
 Operands = tuple[fx.Node, ...]  # one argument each, the last ones
-Spans = tuple[tuple[int, int], ...]  # elements [start, stop)
+Extent = tuple[int, int]  # elements, or bytes of the arena, [start, stop)
+Spans = tuple[Extent, ...]
 EventName = str
 
 
@@ -195,99 +193,48 @@ class Move(BucketOp, stream=COMM, reads=("src",), writes=("dst",)):
     src: Buffer
 
 
-WITHIN_HOST = "host"
-
-
 @dataclass(frozen=True)
 class Reduction(Move, role=Role.REDUCTION):
-    """``among``: WITHIN_HOST for the first of two levels by messages, among the ranks of this host; None: among all, or
-    of two levels between hosts."""
+    """One hop of a reduction, number ``hop`` of the plan's, or a part of it (`zc.planning.hops`)."""
 
-    among: str | None = None
+    hop: int = 0
 
-
-class Exchange(Reduction):
-    """dst <- src of all ranks, by messages. Out of a ``host_sum`` it is the second reduction: between hosts, or between
-    replicas."""
-
-    contents = (
-        Row("src", "flat_grad", (GRADIENT,), NOTHING, "ring", among=WITHIN_HOST),
-        Row("src", "acc staging", (GRADIENT,), SENT, "partial", among=WITHIN_HOST),
-        Row("dst", "recv", (NOTHING,), HOST_ROWS, "in_place", among=WITHIN_HOST),
-        Row("src", "flat_grad", (GRADIENT,), NOTHING, "ring plain direct"),
-        Row("src", "acc staging", (GRADIENT,), SENT, "partial plain direct"),
-        Row("src", "flat_grad", (HOST_SUM,), NOTHING, "ring plain in_place"),
-        Row("src", "acc staging", (HOST_SUM,), SENT, "partial plain in_place"),
-        Row("src", "host_sum", (HOST_SUM,), NOTHING, "twice plain"),
-        Row("src", "wire", (ENCODED,), NOTHING, "encoded"),
-        Row("dst", "recv", (NOTHING,), ROWS, beside="flat_grad acc staging"),
-        Row("dst", "recv", (NOTHING,), SUMS, "twice", beside="host_sum"),
-        Row("dst", "recv", (NOTHING,), ENCODED_ROWS, "encoded", beside="wire"),
-    )
-
-
-class Quantise(Reduction):
-    """dst <- src in 8 bits, one row per rank that gets a part; then an exchange sends dst. No row crosses hosts twice,
-    and no gradient is encoded twice."""
-
-    contents = (
-        Row("src", "flat_grad", (GRADIENT,), NOTHING, "ring once direct"),
-        Row("src", "acc staging", (GRADIENT,), SENT, "partial once direct"),
-        Row("src", "flat_grad", (HOST_SUM,), NOTHING, "ring in_place"),
-        Row("src", "acc staging", (HOST_SUM,), SENT, "partial in_place"),
-        Row("src", "host_sum", (HOST_SUM,), NOTHING, "twice"),
-        Row("dst", "wire", (NOTHING,), ENCODED, "encoded"),
-    )
-
-
-class RowSum(Reduction, reads=("src", "dst")):
-    """Sums the rows of several ranks, in rank order."""
-
-    @property
-    def is_mean(self) -> bool:
+    def brings_mean(self, plan: Plan) -> bool:
         """Whether it brings a bucket's mean over all ranks into an accumulator: the last node of a reduction."""
-        return self.among != WITHIN_HOST and self.dst.kind != "host_sum"
+        return self.hop == len(plan.hops) - 1 and self.dst.kind != "scratch"
 
 
-class Accumulate(RowSum):
-    """acc (+)= mean over ranks of the rows in src; or host_sum <- their sum, which a second reduction takes. Among the
-    ranks of a host: the start of dst, which has been sent, <- their sum, which the next exchange takes."""
+class Reduce(Reduction, reads=("src", "dst")):
+    """dst <- the sum of several ranks' src, in rank order: of this rank's part of the bucket. When it returns, the
+    others have read src as well. The last hop adds the mean over all ranks to an accumulator."""
 
     contents = (
-        Row("src", "recv", (HOST_ROWS,), NOTHING, "in_place", among=WITHIN_HOST),
-        Row("dst", "flat_grad", (NOTHING,), HOST_SUM, "ring", among=WITHIN_HOST),
-        Row("dst", "acc staging", (SENT,), HOST_SUM, "partial", among=WITHIN_HOST),
-        Row("src", "recv", (ROWS,), NOTHING, "once", beside="acc staging"),
-        Row("src", "recv", (ROWS,), NOTHING, "twice", beside="host_sum"),
-        Row("src", "recv", (SUMS,), NOTHING, "twice", beside="acc staging"),
-        Row("src", "flat_grad", (GRADIENT,), NOTHING, "alone"),  # one rank sends nothing
-        Row("dst", "host_sum", (NOTHING,), HOST_SUM, "twice"),
-        Row("dst", "acc staging", (SUM,), TOTAL, "ring"),
-        Row("dst", "acc staging", (SENT,), TOTAL, "partial"),
+        Row("src", "flat_grad host_sum", (BEFORE,), NOTHING),
+        Row("src", "acc staging", (BEFORE,), SENT, "partial"),
+        Row("dst", "host_sum", (NOTHING,), AFTER),
+        Row("dst", "acc staging", (SUM,), AFTER, "ring"),
+        Row("dst", "acc staging", (SENT,), AFTER, "partial"),
     )
 
 
-class AccumulateQuantised(RowSum):
-    """acc (+)= mean over ranks of what the rows in src decode to, in rank order."""
+class Take(Reduction):
+    """The first part of such a hop, where the sum is made later: dst, scratch <- what is to be summed. src is free."""
 
     contents = (
-        Row("src", "recv", (ENCODED_ROWS,), NOTHING, "encoded"),
-        Row("dst", "acc staging", (SUM,), TOTAL, "ring"),
-        Row("dst", "acc staging", (SENT,), TOTAL, "partial"),
+        Row("src", "flat_grad host_sum", (BEFORE,), NOTHING),
+        Row("src", "acc staging", (BEFORE,), SENT, "partial"),
+        Row("dst", "scratch", (NOTHING,), TAKEN),
     )
 
 
-class ReduceRows(RowSum):
-    """The same of the ranks' src, each read where it lies: into acc the mean of this rank's shard; into host_sum the
-    sum over this host's ranks of the range that this rank reduces between hosts or replicas. When it returns, the
-    others have read this rank's src as well."""
+class Finish(Reduction, reads=("src", "dst")):
+    """The second part: dst <- the sum of what ranks have taken into src, scratch."""
 
     contents = (
-        Row("src", "flat_grad", (GRADIENT,), NOTHING, "ring"),
-        Row("src", "acc staging", (GRADIENT,), SENT, "partial"),
-        Row("dst", "host_sum", (NOTHING,), HOST_SUM, "twice"),
-        Row("dst", "acc staging", (SUM,), TOTAL, "ring once"),
-        Row("dst", "acc staging", (SENT,), TOTAL, "partial once"),
+        Row("src", "scratch", (TAKEN,), NOTHING),
+        Row("dst", "flat_grad host_sum", (NOTHING,), AFTER),
+        Row("dst", "acc staging", (SUM,), AFTER, "ring"),
+        Row("dst", "acc staging", (SENT,), AFTER, "partial"),
     )
 
 
@@ -340,46 +287,68 @@ class CastParam(Move, role=Role.OFFLOAD, stream=HOST):
 
 
 @dataclass(frozen=True)
-class Weights(BucketOp, role=Role.WEIGHTS, stream=COMM, reads=("buffer",), writes=("buffer",)):
-    """Works on the weights of a bucket."""
+class Weights(BucketOp, role=Role.WEIGHTS, stream=COMM, reads=("src",), writes=("dst",)):
+    """dst <- weights of a bucket that other ranks have. ``src`` has this rank's; None: dst has them."""
 
-    buffer: Buffer
+    dst: Buffer
+    src: Buffer | None = None
+
+    @property
+    def read_fields(self) -> tuple[str, ...]:
+        return ("dst",) if self.src is None else self.reads
 
 
 class Spread(Weights):
-    """Sends the whole parameters that ranks have updated to the shards in which they lie."""
+    """dst, this rank's shard <- its parts of the whole parameters that ranks have updated, each of which sends its
+    own."""
 
     contents = (
-        Row("buffer", "flat_param", (NEW,), NEW, "offload"),
-        Row("buffer", "flat_param gathered", (OLD,), OLD, "device"),
+        Row("dst", "flat_param", (NEW,), NEW, "offload"),
+        Row("dst", "flat_param gathered", (OLD,), OLD, "device"),
+        Row("src", "staging", (NEW,), NOTHING),
+        Row("dst", "weight", (OLD,), NEW, "sharded", beside="staging"),
     )
-
-
-class SpreadShards(Move, role=Role.WEIGHTS):
-    """The same in stage 3: dst, this rank's shard <- its parts of the whole parameters that ranks have updated, each of
-    which sends its own in src."""
-
-    contents = (Row("src", "staging", (NEW,), NOTHING), Row("dst", "weight", (OLD,), NEW, "sharded"))
 
 
 @dataclass(frozen=True)
-class Gather(Weights, writes=("buffer", "via")):
-    """The bucket's weights <- all ranks' shards. With ``via`` they += what all masters are ahead of them, encoded in
-    via: all ranks have the same bits. Like the weights, only the main stream writes masters, before the schedule or
-    after it; so the order of ``buffer`` is theirs, too."""
+class Gather(Weights, writes=("dst", "scratch")):
+    """dst <- the bucket's weights, from all ranks' shards; ``extent``: into these bytes of it.
 
-    via: Buffer | None = None
+    With ``scratch`` they leave a host encoded: each rank encodes its shard into its row of scratch, all rows are
+    gathered there, and each rank decodes all of them, its own included. So all ranks have the same bits. After an
+    update these are differences, what masters are ahead of dst. Like the weights, only the main stream writes masters,
+    before the schedule or after it; so the order of dst is theirs, too. """
+
+    extent: Extent | None = None
+    scratch: Buffer | None = None
 
     contents = (
-        Row("buffer", "flat_param", (NEW,), GATHERED, "offload"),
-        Row("buffer", "flat_param gathered", (OLD,), GATHERED, "device whole"),
-        Row("buffer", "flat_param gathered", (OLD,), GATHERED, "differs", beside="update"),
-        Row("via", "update", (NOTHING,), NOTHING, "differs"),
+        Row("dst", "flat_param", (NEW,), GATHERED, "offload"),
+        Row("dst", "flat_param gathered", (OLD,), GATHERED, "device exact"),
+        Row("dst", "flat_param gathered", (OLD,), GATHERED, "device encoded", beside="update"),
+        Row("src", "weight", (OLD,), OLD),
+        Row("dst", "flat_param", (OLD,), GATHERED, beside="weight"),
+        Row("dst", "arena", (NOTHING,), NOTHING),  # `zc.passes.residency` knows what its extents hold
+        Row("scratch", "update", (NOTHING,), NOTHING),
     )
 
+    def extents(self, field: str) -> Spans | None:
+        return (self.extent,) if field == "dst" and self.extent is not None else None
 
-class Publish(Weights, stream=COMPUTE):
+
+def gather_node(plan: Plan, bucket: int, dst: Buffer, extent: Extent | None = None) -> Gather:
+    """The node that gathers a bucket's weights: into ``extent`` of the arena; into memory of their own; or after an
+    update, where dst is what it has written."""
+    record = plan.bucket(bucket)
+    src = Buffer("weight", bucket) if plan.is_sharded(record) else None
+    return Gather(bucket, dst, src, extent, Buffer("update", 0) if plan.encodes_gathers(record) else None)
+
+
+@dataclass(frozen=True)
+class Publish(BucketOp, role=Role.WEIGHTS, reads=("buffer",), writes=("buffer",)):
     """From here on the main stream may read the new parameters, or in stage 3 what it issues may gather them."""
+
+    buffer: Buffer
 
     contents = (
         Row("buffer", "flat_param", (GATHERED,), PUBLISHED),
@@ -402,35 +371,6 @@ class TakeWeights(Op, role=Role.WEIGHTS, returns_items=True):
     @property
     def buckets(self) -> tuple[int, ...]:
         return tuple(dict.fromkeys(bucket for bucket, _ in self.places))
-
-
-@dataclass(frozen=True)
-class GatherWeights(BucketOp, role=Role.WEIGHTS, stream=COMM, reads=("src",), writes=("dst", "via")):
-    """Bytes [start, stop) of dst <- the bucket's weights, from all ranks' shards src. With ``via`` they leave a host
-    encoded: each rank encodes its shard into its row of via, all rows are gathered there, and each rank decodes all of
-    them, its own included. So all ranks read the same values."""
-
-    dst: Buffer
-    src: Buffer
-    start: int
-    stop: int
-    via: Buffer | None = None
-
-    contents = (
-        Row("src", "weight", (OLD,), OLD),
-        Row("dst", "flat_param", (OLD,), GATHERED),
-        Row("dst", "arena", (NOTHING,), NOTHING),  # `zc.passes.residency` knows what its extents hold
-        Row("via", "update", (NOTHING,), NOTHING),
-    )
-
-    def extents(self, field: str) -> Spans | None:
-        return ((self.start, self.stop),) if field == "dst" else None
-
-
-def gather_node(plan: Plan, bucket: int, dst: Buffer, start: int, stop: int) -> GatherWeights:
-    """The node that gathers the weights of a bucket for a forward or backward."""
-    via = Buffer("update", 0) if plan.encodes_weights(plan.bucket(bucket)) else None
-    return GatherWeights(bucket, dst, Buffer("weight", bucket), start, stop, via)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,6 @@ from zc.weights.absent import Absent
 
 if TYPE_CHECKING:
     from zc.engine.core import Core
-    from zc.engine.shard_reads import ShardReads
     from zc.weights.weight_uses import WeightUses
     from zc.weights.whole_params import WholeParams
 
@@ -31,9 +30,9 @@ MANY_EVALUATED = 32
 class ModelPasses(Part):
     """The passes of one model on one rank, a pass being a forward with its backward."""
 
-    def __init__(self, core: Core, absent: Absent, whole: WholeParams, reads: ShardReads, uses: WeightUses) -> None:
+    def __init__(self, core: Core, absent: Absent, whole: WholeParams, uses: WeightUses) -> None:
         super().__init__(core)
-        self.absent, self._whole, self._reads, self._uses = absent, whole, reads, uses
+        self.absent, self._whole, self._uses = absent, whole, uses
         self._num_evaluated = 0  # forwards without gradients, in a row
         self._num_passes = 0  # with gradients, since the last update
         self._task = -1  # autograd's number of the backward that runs
@@ -55,7 +54,7 @@ class ModelPasses(Part):
     def _begin(self) -> None:
         core = self.core
         self.end()
-        self._reads.open()
+        self.core.accumulators.open_shards()
         number = self._num_passes if torch.is_grad_enabled() else -1
         self._num_evaluated = 0 if torch.is_grad_enabled() else self._num_evaluated + 1
         if self._num_evaluated == MANY_EVALUATED:

@@ -26,7 +26,7 @@ The forward of any other model is a schedule itself (`zc.compiler.forward`)::
 
 Where weights leave a host as differences (`zc.planning.wire`), ranks gather the differences::
 
-       comm | gather(0, "flat_param[0]", via="update[0]")
+       comm | gather(0, "flat_param[0]", scratch="update[0]")
 
 ``gathered[b]`` is flat_param[b]; its name carries an event from schedule to schedule. After the model's call all
 weights may be read. Before it, any read waits for the buckets of the parameters that it reads.
@@ -48,7 +48,7 @@ from zc.errors import ZcError
 from zc.planning.plan import Plan
 from zc.schedule.buffer import Buffer, carried_event
 from zc.schedule.nodes import put
-from zc.schedule.spec import Gather, Publish, Spread
+from zc.schedule.spec import Publish, Spread, gather_node
 from zc.weights.forward_waits import ForwardWaits
 from zc.weights.pending import Pending, can_be_watched
 
@@ -61,10 +61,10 @@ def gather_graph(plan: Plan, buckets: Sequence[int]) -> fx.Graph:
     graph = fx.Graph()
     order = sorted(buckets, reverse=True)
     for bucket in order if plan.world_size > 1 else ():
-        if plan.spreads(plan.buckets[bucket]):
-            put(graph, Spread(bucket, Buffer.named(plan.weights_buffer(bucket))))
         weights = Buffer.named(plan.weights_buffer(bucket))
-        put(graph, Gather(bucket, weights, Buffer("update", 0) if plan.gather_bits else None))
+        if plan.spreads(plan.buckets[bucket]):
+            put(graph, Spread(bucket, weights))
+        put(graph, gather_node(plan, bucket, weights))
     for bucket in () if plan.overlap_gather else order:
         put(graph, Publish(bucket, Buffer.named(plan.weights_buffer(bucket))))
     graph.output(())
@@ -121,12 +121,14 @@ class WeightGather(Part):
             self._unseen = self._why_unseen()
         for index in buckets:
             bucket = core.plan.buckets[index]
-            if bucket.has_master and (is_exact or not core.plan.gather_bits):
+            if bucket.has_master and (is_exact or not core.plan.encodes_gathers(bucket)):
                 shard = core.buffers.owned(core.buffers.flat_param[index], bucket)
                 shard.copy_(core.buffers.master_shard[index].detach())
                 core.buffers.remember_shard(bucket)
         some = None if len(buckets) == len(core.plan.buckets) else frozenset(buckets)
-        self._gather(is_exact=is_exact and core.plan.gather_bits > 0)([], core.streams, buckets=some)
+        self._gather(is_exact=is_exact and core.plan.encodes_gathers(core.plan.buckets[buckets[0]]))(
+            [], core.streams, buckets=some
+        )
         if core.plan.overlap_gather:
             self._in_flight.update(buckets)
             self.waits.note_gathers()

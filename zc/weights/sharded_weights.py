@@ -21,7 +21,6 @@ from zc.engine.memory_order import in_shape
 from zc.engine.owners import spread_run
 from zc.engine.part import Part, weakly
 from zc.engine.program import Program
-from zc.engine.shard_reads import ShardReads
 from zc.errors import ZcError
 from zc.weights.absent import Absent, give_bytes
 from zc.weights.forward_waits import Places
@@ -45,14 +44,13 @@ class ShardedWeights(Part):
         self._hooked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._states = StateDicts(self)
         self.absent = Absent(self._read_by_eager_code, self._states.write, core.plan.why_sharded)
-        self._reads = ShardReads(core)
         self._uses = uses
         self._gather = WeightGather(core)  # of buckets whose weights all ranks keep whole
-        self.whole = WholeParams(core, self._reads)
+        self.whole = WholeParams(core)
         # bucket and slot of parameters that were frozen -> those of now. Dynamo does not compile a graph without
         # gradients again when a parameter begins to ask for one
         self._moved: dict[tuple[int, int], tuple[int, int]] = {}
-        self.passes = ModelPasses(core, self.absent, self.whole, self._reads, uses)
+        self.passes = ModelPasses(core, self.absent, self.whole, uses)
 
     # --- what compiled graphs read ---
 
@@ -181,7 +179,7 @@ class ShardedWeights(Part):
             return
         self.synchronize()
         before = set(self.whole.buckets)
-        rounded = {index for index in core.sharded_buckets if core.plan.encodes_weights(core.plan.bucket(index))}
+        rounded = {index for index in core.sharded_buckets if core.plan.encodes_gathers(core.plan.bucket(index))}
         encoded, pending = before & rounded, self.whole.saved(rounded)  # a backward reads what its forward has read
         self.adopt_writes()
         self.whole.make(core.sharded_buckets, is_exact=True)
@@ -224,7 +222,7 @@ class ShardedWeights(Part):
     def published(self, buckets: Sequence[int]) -> None:
         """The shards of ``buckets`` have their new values: all ranks may gather them."""
         core = self.core
-        self._reads.open()
+        self.core.accumulators.open_shards()
         self.passes.end_update()
         self.whole.end_update()
         params = [param for index in buckets for _, param in core.params_in(core.plan.buckets[index])]
@@ -255,7 +253,7 @@ class ShardedWeights(Part):
         self.synchronize()
         core.streams.join_main()
         self.whole.refuse_others()
-        self._reads.close()
+        self.core.accumulators.close_shards()
         self.whole.adopt()
 
     def adopt_writes(self) -> None:
@@ -264,13 +262,13 @@ class ShardedWeights(Part):
         if self.passes.is_exposed:
             return
         self.whole.refuse_others()
-        self._reads.close()
+        self.core.accumulators.close_shards()
         self.whole.adopt()
-        self._reads.open()
+        self.core.accumulators.open_shards()
 
     def open_shards(self) -> None:
         """The shards have their first values: all ranks may read them."""
-        self._reads.open()
+        self.core.accumulators.open_shards()
 
     def watch(self) -> None:
         """Nothing is on its way after an update."""

@@ -20,7 +20,6 @@ from zc import torch_private
 from zc.engine.memory_order import flattened, in_shape
 from zc.engine.part import Part
 from zc.engine.program import Program
-from zc.engine.shard_reads import ShardReads
 from zc.errors import ZcError
 from zc.kernels.copy_writes import same_bits
 from zc.planning.plan import Bucket
@@ -37,9 +36,8 @@ if TYPE_CHECKING:
 class WholeParams(Part):
     """The buckets of one model that are whole on this rank."""
 
-    def __init__(self, core: Core, reads: ShardReads) -> None:
+    def __init__(self, core: Core) -> None:
         super().__init__(core)
-        self._reads = reads
         self.buckets: set[int] = set()
         self._asked: set[int] = set()  # those that code which is not compiled has read since the last update
         self._bucket_of: dict[int, int] = {}  # by the parameter's id
@@ -70,11 +68,11 @@ class WholeParams(Part):
         them."""
         core, buckets = self.core, set(buckets)
         if is_exact:  # of those that a forward has read, too
-            self.free(index for index in buckets if core.plan.encodes_weights(core.plan.bucket(index)))
+            self.free(index for index in buckets if core.plan.encodes_gathers(core.plan.bucket(index)))
         with torch_private.outside_of_func_transforms():  # the model may run inside of one
             for index in sorted(buckets - self.buckets):
                 flat = self.gathered_once(index, is_exact=is_exact)
-                if not is_exact and core.plan.encodes_weights(core.plan.bucket(index)):
+                if not is_exact and core.plan.encodes_gathers(core.plan.bucket(index)):
                     self._encoded[index] = flat
                     core.buffers.encoded[:] = self._encoded.values()
                 with torch.inference_mode(False), torch.no_grad(), torch_private.without_torch_function():
@@ -128,7 +126,7 @@ class WholeParams(Part):
         """[P]: the whole weights of one bucket, in memory of their own. All ranks call it. Without ``is_exact`` they
         travel encoded where those of a forward do."""
         core = self.core
-        self._reads.open()
+        core.accumulators.open_shards()
         bucket = core.plan.bucket(index)
         with torch.inference_mode(False), torch.no_grad():
             core.buffers.whole[:] = [torch.empty(bucket.numel, dtype=bucket.param_dtype, device=bucket.device)]
@@ -223,14 +221,14 @@ class WholeParams(Part):
         rank reads a shard meanwhile. Buckets that a backward may read stay whole: ``stays``, and those that autograd
         has saved, without ``goes``."""
         core = self.core
-        self._reads.close()
+        core.accumulators.close_shards()
         for bucket in core.plan.sharded:
             for slot, param in core.params_in(bucket):
                 write_value(core, bucket, slot, param)
                 if slot.name in core.unset.params and not param.isnan().any():  # its first value
                     core.unset.params.discard(slot.name)
                 self._versions[slot.name] = torch_private.version(param)
-        self._reads.open()
+        core.accumulators.open_shards()
         self.free(set(core.sharded_buckets).difference(stays, self.saved(self.buckets).difference(goes)))
 
     def refuse_others(self) -> None:
@@ -263,7 +261,7 @@ class WholeParams(Part):
         """The shards have new values, which came from no update: other ranks may read them. What was whole is old, and
         freed."""
         core = self.core
-        self._reads.open()
+        core.accumulators.open_shards()
         self.free(core.sharded_buckets)
 
     def grow(self) -> None:
@@ -274,10 +272,10 @@ class WholeParams(Part):
     def _program(self, index: int, *, is_exact: bool) -> Program:
         core = self.core
         plan = core.plan.exact_gathers() if is_exact else core.plan
-        key = index, plan.encodes_weights(plan.bucket(index))
+        key = index, plan.encodes_gathers(plan.bucket(index))
         if key not in self._programs:
             graph, whole = fx.Graph(), Buffer("flat_param", index)
-            put(graph, gather_node(plan, index, whole, 0, plan.bucket(index).nbytes))
+            put(graph, gather_node(plan, index, whole))
             put(graph, Publish(index, whole))
             graph.output(())
             name = f"whole_{index}_encoded" if key[1] else f"whole_{index}"

@@ -1,0 +1,312 @@
+"""How ranks bring gradients together and weights apart. A model has its routes from zc.compile on.
+
+A schedule says what goes where, such as ``reduce(2, "acc[2]", "flat_grad[0]")``, and the plan by which hops
+(`zc.planning.hops`). A route does one hop: `Messages` sends; `Memory` reads what the other ranks of a host have, where
+it lies; `Encoded` sends 8 bits an element; `Replicas` sums over the ranks with one shard; `Shards` reads shards of
+weights in any order, between two updates.
+
+**When a method returns, no other rank reads or writes the buffers that it was given** (on a GPU: nothing that the
+current stream runs afterwards meets such a read or write). So the order of one rank's nodes is all that a proof needs,
+whatever the routes are (docs/proof.md).
+
+A reduction by messages is two calls, `take` and `finish`: the gradients are free before they are summed, so the next
+bucket may fill their buffer. Where ranks read memory, a sum and its reads are one call, `reduce`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from zc.kernels import add_blocks, encode_blocks, reduce_rows, sum_blocks
+from zc.kernels._blocks import Blocks
+from zc.planning.hops import Hop, Way, hops_to_gather
+from zc.planning.wire import Rows, own_row_to_gather, place_of, row_of, rows_to_gather, rows_to_reduce
+from zc.ranks.exchanges import Sum
+from zc.ranks.journal import GATHER, GATHER_SUMS, REDUCE, wait
+
+if TYPE_CHECKING:
+    from zc.planning.plan import Bucket, Plan
+    from zc.ranks.exchanges import Exchanges
+    from zc.ranks.group import Group
+
+
+class Route:
+    """One hop. All ranks call the same methods in the same order; each class has those that its hops need.
+
+    ``sent`` [P], or a part of it: this rank's gradients, or a sum of some ranks'. ``scratch``: bytes, as many as
+    `Hop.nbytes_scratch` or `Plan.nbytes_update` say. ``whole``: a bucket's weights, or a part of them.
+    """
+
+    def reduce(self, bucket: Bucket, sent: Tensor, total: Sum) -> None:
+        """``total`` <- this rank's part of the sum of all ranks' ``sent``."""
+        raise NotImplementedError
+
+    def take(self, bucket: Bucket, sent: Tensor, scratch: Tensor) -> None:
+        """Returns when ``sent`` may be overwritten. ``scratch`` has what `finish` needs."""
+        raise NotImplementedError
+
+    def finish(self, bucket: Bucket, scratch: Tensor, total: Sum) -> None:
+        """``total`` <- this rank's part of the sum of what all ranks have sent."""
+        raise NotImplementedError
+
+    def gather(self, bucket: Bucket, whole: Tensor, shard: Tensor, scratch: Tensor | None, base: Tensor | None) -> None:
+        """``whole`` <- all ranks' shards, this one's being ``shard``, which may lie in ``whole``. With ``base``, the
+        shard as all ranks have it, ``whole`` += what each rank's shard is ahead of that."""
+        raise NotImplementedError
+
+
+class Alone(Route):
+    """One rank."""
+
+    def reduce(self, bucket: Bucket, sent: Tensor, total: Sum) -> None:
+        _add(total, sent.view(1, -1), bucket)
+
+    def gather(self, bucket: Bucket, whole: Tensor, shard: Tensor, scratch: Tensor | None, base: Tensor | None) -> None:
+        _copy(whole, shard)
+
+
+@dataclass(frozen=True)
+class Messages(Route):
+    """Collectives of a process group. ``is_native``: it sums itself (NCCL's reduce_scatter)."""
+
+    ranks: Exchanges
+    hop: Hop
+    is_native: bool = False
+
+    def take(self, bucket: Bucket, sent: Tensor, scratch: Tensor) -> None:
+        if self.is_native:
+            wait(self.ranks.reduce_scatter(_view(scratch, bucket.layout.numel_shard, sent.dtype), sent, bucket.index))
+        else:
+            wait(self.ranks.all_to_all(_view(scratch, sent.numel(), sent.dtype), sent, bucket.index))
+
+    def finish(self, bucket: Bucket, scratch: Tensor, total: Sum) -> None:
+        count = 1 if self.is_native else self.ranks.world_size
+        _add(total, _view(scratch, count * total.out.numel(), self.hop.dtype(bucket)).view(count, -1), bucket)
+
+    def gather(self, bucket: Bucket, whole: Tensor, shard: Tensor, scratch: Tensor | None, base: Tensor | None) -> None:
+        wait(self.ranks.all_gather(whole, shard, GATHER, bucket.index))
+
+
+@dataclass(frozen=True)
+class Memory(Route):
+    """The ranks of one host on a CPU, each of which reads the others' memory: one copy where messages make three."""
+
+    ranks: Group
+
+    def reduce(self, bucket: Bucket, sent: Tensor, total: Sum) -> None:
+        def use(rows: Tensor, start: int, stop: int) -> None:
+            _add(total._replace(out=total.out[start:stop]), rows, bucket)
+
+        with self.ranks.offering(REDUCE, bucket.index, sent) as places:
+            self.ranks.neighbours.rows(sent, *bucket.layout.host_range(self.ranks.rank), places, use)
+
+    def gather(self, bucket: Bucket, whole: Tensor, shard: Tensor, scratch: Tensor | None, base: Tensor | None) -> None:
+        with self.ranks.offering(GATHER, bucket.index, shard) as places:
+            for peer, place in places.items():
+                self.ranks.neighbours.read(whole[slice(*bucket.layout.host_range(peer))], peer, place)
+
+
+class Shards(Route):
+    """The same for shards of weights that nobody writes between two updates (stage 3). There a rank may read the
+    others' at any time, as often as it likes, and in an order of its own: ranks may drop different layers, see
+    different tasks, or evaluate alone. Two points order reads and writes, once per update::
+
+        rank 0:  update 7   open    gather 3, gather 2, ...      close   update 8
+                              |                                    |
+        rank 1:  update 7   open    gather 0, gather 3, ...      close   update 8
+
+    A rank *opens* its shards by one signal per bucket, which says where the shard lies; a gather of another rank waits
+    for it. Before a rank writes its shards it *closes* them: it signals that its own reads are done, and waits until
+    the others have done theirs. The model of MPI's passive targets between two fences (MPI-2, 11.4.1). """
+
+    def __init__(self, ranks: Group) -> None:
+        self._ranks = ranks
+        self._open: set[int] = set()
+        self._kept: set[int] = set()  # until all ranks have dropped the model
+        # by bucket: where the other ranks' shards are. The stream of gathers uses it; the issuing thread does when it
+        # has joined that stream
+        self._places: dict[int, dict[int, bytes]] = {}
+
+    def gather(self, bucket: Bucket, whole: Tensor, shard: Tensor, scratch: Tensor | None, base: Tensor | None) -> None:
+        whole[slice(*bucket.layout.shard_range(self._ranks.rank))] = shard
+        for peer, place in self._places_of(bucket.index).items():
+            self._ranks.neighbours.read(whole[slice(*bucket.layout.shard_range(peer))], peer, place)
+
+    def _places_of(self, index: int) -> dict[int, bytes]:
+        """Waits until all ranks have opened this bucket."""
+        if index not in self._places:
+            self._places[index] = self._ranks.await_full(GATHER, index)
+        return self._places[index]
+
+    def open(self, shards: Mapping[int, Tensor]) -> None:
+        """The others may read ``shards``, by bucket, from here to `close`. All ranks open the same in the same
+        order."""
+        for index, shard in shards.items():
+            if index not in self._kept:
+                self._ranks.keep_alive(shard)
+                self._kept.add(index)
+            if index not in self._open:
+                self._ranks.signal_full(GATHER, index, shard)
+                self._open.add(index)
+
+    def close(self) -> None:
+        """Returns when no rank reads a shard any more, so that all of them may be written."""
+        if not self._open:
+            return
+        buckets = sorted(self._open)
+        for index in buckets:
+            self._places_of(index)  # also of ranks whose shards this one has not read
+        self._places.clear()
+        self._ranks.signal_free(GATHER, buckets[0])
+        self._ranks.await_free(GATHER, buckets[0])
+        self._open.clear()
+
+
+class _Code(NamedTuple):
+    """Where blocks lie in what this rank sends or receives of one bucket."""
+
+    rows: Rows
+    blocks: Blocks
+
+    def split(self, raw: Tensor) -> list[Tensor]:
+        """One row of bytes for each rank."""
+        return [raw[start:stop] for start, stop in itertools.pairwise(self.rows.offsets)]
+
+
+class Encoded(Route):
+    """Messages of few bits (`zc.planning.wire`), between hosts.
+
+    A gradient is encoded once, by the rank that sends it, and decoded once, by the rank that sums it. A difference of
+    weights is encoded by its owner and decoded by every rank, the owner included, so all have the same bits; what
+    rounding leaves stays in the master and is part of the next difference. In stage 3 each gather encodes weights.
+    """
+
+    def __init__(self, ranks: Exchanges, plan: Plan, rank: int, tables: list[Tensor]) -> None:
+        self._ranks, self._plan, self._rank, self._tables = ranks, plan, rank, tables
+        self._codes: dict[tuple[str, int], _Code] = {}
+
+    def take(self, bucket: Bucket, sent: Tensor, scratch: Tensor) -> None:
+        code = self._sent(bucket)
+        encode_blocks(sent, scratch[: code.rows.nbytes], code.blocks)
+
+    def finish(self, bucket: Bucket, scratch: Tensor, total: Sum) -> None:
+        """Sends each rank its row, and decodes those that the others send to this one."""
+        sent, received = self._sent(bucket), self._code("received", bucket, row_of, self._plan.reduce_bits)
+        count, size, end = self._ranks.world_size, received.rows.nbytes, sent.rows.nbytes
+        rows = scratch[end : end + count * size].view(count, size)
+        pieces = list(enumerate(sent.split(scratch)))
+        self._ranks.exchange(list(enumerate(rows)), pieces, REDUCE, bucket.index).wait()
+        sum_blocks(rows, total.out, received.blocks, scale=total.scale, add=total.add)
+
+    def gather(self, bucket: Bucket, whole: Tensor, shard: Tensor, scratch: Tensor | None, base: Tensor | None) -> None:
+        assert scratch is not None, "the plan says that these weights travel encoded"
+        code = self._code("differences", bucket, rows_to_gather, self._plan.gather_bits)
+        own = self._code("own", bucket, own_row_to_gather, self._plan.gather_bits)
+        rows = code.split(scratch)
+        encode_blocks(shard, rows[place_of(self._plan, bucket, self._rank)], own.blocks, base=base)
+        wait(self._ranks.gather_rows(rows, GATHER, bucket.index))
+        add_blocks(scratch[: code.rows.nbytes], whole if base is not None else whole.zero_(), code.blocks)
+
+    def _sent(self, bucket: Bucket) -> _Code:
+        return self._code("sent", bucket, rows_to_reduce, self._plan.reduce_bits)
+
+    def _code(self, use: str, bucket: Bucket, rows_of: Callable[[Plan, Bucket, int], Rows], bits: int) -> _Code:
+        if (use, bucket.index) not in self._codes:
+            rows = rows_of(self._plan, bucket, self._rank)
+            self._codes[use, bucket.index] = _Code(rows, Blocks(rows.runs, bits, self._tables))
+        return self._codes[use, bucket.index]
+
+
+@dataclass(frozen=True)
+class Replicas(Route):
+    """The ranks with one shard, which all get the same bits of its sum: each sums a piece, in the order of the ranks,
+    and sends that to the others."""
+
+    ranks: Exchanges
+
+    def take(self, bucket: Bucket, sent: Tensor, scratch: Tensor) -> None:
+        rows, out = _view(scratch, sent.numel(), sent.dtype), _view(scratch, sent.numel(), bucket.acc_dtype)
+        piece = torch.empty(sent.numel() // self.ranks.world_size, dtype=bucket.acc_dtype, device=sent.device)
+        wait(self.ranks.all_to_all(rows, sent, bucket.index))
+        pieces = rearrange(rows, "(replica piece) -> replica piece", replica=self.ranks.world_size)
+        _add(Sum(piece), pieces, bucket)
+        wait(self.ranks.all_gather(out, piece, GATHER_SUMS, bucket.index))
+
+    def finish(self, bucket: Bucket, scratch: Tensor, total: Sum) -> None:
+        _add(total, _view(scratch, total.out.numel(), bucket.acc_dtype).view(1, -1), bucket)
+
+
+class Routes:
+    """The routes of one model on one rank. ``tables``: a list for tensors that kernels read, which live as long."""
+
+    def __init__(self, plan: Plan, group: Group, tables: list[Tensor]) -> None:
+        self._plan, self._group, self._tables = plan, group, tables
+        self._made: dict[Hop, Route] = {}
+        self._to_gather: dict[tuple[bool, bool], tuple[Hop, ...]] = {}  # by what decides it: all buckets are alike
+        self.shards = Shards(group.shard)
+
+    def to_reduce(self, hop: int) -> Route:
+        """The route of this hop of a reduction."""
+        return self._of(self._plan.hops[hop])
+
+    def gather(
+        self, bucket: Bucket, whole: Tensor, shard: Tensor, scratch: Tensor | None = None, base: Tensor | None = None
+    ) -> None:
+        """``whole`` [P] <- the weights of a bucket, hop by hop; without ``scratch`` exactly. Else as `Route.gather`."""
+        in_shards, is_exact = self._plan.is_sharded(bucket), scratch is None
+        if (in_shards, is_exact) not in self._to_gather:
+            self._to_gather[in_shards, is_exact] = hops_to_gather(self._plan, bucket, is_exact=is_exact)
+        hops = self._to_gather[in_shards, is_exact]
+        for hop in hops:
+            part = whole if hop is hops[-1] else whole[slice(*bucket.layout.host_range(self._group.shard.rank))]
+            route = self.shards if in_shards and hop.way is Way.MEMORY else self._of(hop)
+            route.gather(bucket, part, shard, scratch, base)
+            shard = part
+
+    def _of(self, hop: Hop) -> Route:
+        if hop not in self._made:
+            self._made[hop] = self._make(hop)
+        return self._made[hop]
+
+    def _make(self, hop: Hop) -> Route:
+        sharers, plan = self._group.shard, self._plan
+        match hop.way:
+            case Way.ALONE:
+                return Alone()
+            case Way.MEMORY:
+                return Memory(sharers)
+            case Way.ENCODED:
+                return Encoded(sharers.of_level(hop.among), plan, sharers.rank, self._tables)
+            case Way.REPLICAS:
+                assert self._group.replicas is not None, "the plan has replicas"
+                return Replicas(self._group.replicas)
+            case Way.MESSAGES:
+                return Messages(sharers.of_level(hop.among), hop, is_native=plan.reduce == "native")
+
+
+def _add(total: Sum, rows: Tensor, bucket: Bucket) -> None:
+    """``total`` [n] <- the sum of rows [ranks, n] in rank order, in the accumulator's dtype. A sum that travels on may
+    be narrower."""
+    out = total.out
+    if out.dtype != bucket.acc_dtype:
+        out = torch.empty_like(out, dtype=bucket.acc_dtype)
+    reduce_rows(rows, out, scale=total.scale, add=total.add)
+    if out is not total.out:
+        total.out.copy_(out)
+
+
+def _copy(out: Tensor, tensor: Tensor) -> None:
+    if out.data_ptr() != tensor.data_ptr():
+        out.copy_(tensor)
+
+
+def _view(raw: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+    """The first elements of ``raw``, which are bytes."""
+    return raw[: numel * dtype.itemsize].view(dtype)
