@@ -43,7 +43,7 @@ def formula(world_size: int, stage: int, reduce: str, dtype: torch.dtype, num_bu
     total, largest = sum(padded), max(padded)
     shard = total // world_size
     ring = min(num_buffers, len(buckets))
-    scratch = 0 if world_size == 1 or reduce == "exact" else largest // world_size  # ranks of a host read, and keep none
+    scratch = 0 if world_size == 1 or reduce == "exact" else largest // world_size  # ranks of a host read
     return {
         "flat_param": total * size,
         "master_shard": shard * 4 if size < 4 else 0,

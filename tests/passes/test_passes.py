@@ -78,17 +78,17 @@ def test_stage_1_adds_what_there_is_and_reduces_only_at_a_boundary() -> None:
     graph, names = chain(4)
     plan = plan_for([*names[:2], "unused", *names[2:]], per_bucket=3, stage=1)
     boundary = kinds(after("reduce_buckets", graph, plan))
-    assert boundary.count("accumulate_cast") == 2 and boundary.count("exchange") == 1
+    assert boundary.count("accumulate_cast") == 2 and boundary.count("take") == 1
     inside = kinds(after("reduce_buckets", graph, plan.microbatch()))
-    assert inside.count("accumulate_cast") == 2 and inside.count("exchange") == 0
+    assert inside.count("accumulate_cast") == 2 and inside.count("take") == 0
 
 
 def test_one_rank_sends_nothing() -> None:
     graph, names = chain(4)
-    for stage, writes in ((2, ["flatten_cast", "accumulate"] * 2), (1, ["accumulate_cast"] * 2)):
+    for stage, writes in ((2, ["flatten_cast", "reduce"] * 2), (1, ["accumulate_cast"] * 2)):
         new = after("reduce_buckets", graph, plan_for(names, world_size=1, stage=stage))
         assert [
-            k for k in kinds(new) if k in ("flatten_cast", "accumulate_cast", "exchange", "accumulate")
+            k for k in kinds(new) if k in ("flatten_cast", "accumulate_cast", "take", "finish", "reduce")
         ] == writes
 
 
@@ -181,7 +181,7 @@ def test_the_whole_pipeline_gives_one_text_whatever_the_hash_seed() -> None:
     )  # fmt: skip
     graph, names = chain(9)
     own = text(run_passes(graph, plan_for(names), PIPELINE)[0])  # under another seed: this process's own
-    assert done.stdout == f"{own}\n" and "exchange" in own
+    assert done.stdout == f"{own}\n" and "take" in own
 
 
 def test_options_leave_out_what_they_say_and_nothing_else() -> None:
@@ -197,7 +197,7 @@ def test_runner_names_what_a_pass_lacks_and_writes_dumps(tmp_path) -> None:
     run_passes(graph, plan_for(names), PIPELINE, dump_dir=tmp_path, name="g")
     written = sorted(p.name for p in (tmp_path / "g").iterdir())
     assert "00_input.txt" in written and "04_reduce_buckets.diff" in written
-    assert "exchange" in (tmp_path / "g" / "04_reduce_buckets.diff").read_text()
+    assert "take" in (tmp_path / "g" / "04_reduce_buckets.diff").read_text()
 
 
 def test_stage_1_second_write_of_the_pipeline_is_an_accumulate_cast() -> None:

@@ -165,7 +165,7 @@ def test_between_hosts_nothing_encoded_can_be_lost(stage: int, overlap_gather: b
 def test_of_two_levels_by_messages_nothing_can_be_lost(stage: int, options: dict[str, Any]) -> None:
     """Neither level, in no bucket: the sum of a host is not the mean, and a rank's own gradient no sum of a host."""
     plan = by_messages(2, stage=stage, **options)
-    assert [hop.into for hop in plan.hops][0] is Into.SENT
+    assert plan.hops[0].into is Into.SENT
     total = collections.Counter[str]()
     for graph in (schedule("mlp", plan), placed(plan, gather_graph(plan, range(2)))):
         assert not examine(graph, plan), examine(graph, plan)

@@ -24,6 +24,7 @@ from zc.schedule.nodes import accesses, change, op_of, ops, put, steps, stream_o
 from zc.schedule.spec import (
     CopyToDevice,
     CopyToHost,
+    Finish,
     Op,
     Publish,
     Spread,

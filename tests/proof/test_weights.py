@@ -18,6 +18,7 @@ from weights_machine import Setting
 from zc.config import Config
 from zc.passes.verify import examine, verify
 from zc.passes.weights_schedule import build_weights_schedule
+from zc.planning.hops import reads_shards
 from zc.planning.packing import ParamSpec, make_plan
 from zc.planning.plan import Plan
 from zc.planning.residency import plan_residency, smallest_cap
@@ -57,8 +58,8 @@ def case(seed: int) -> tuple[fx.Graph, Plan, Setting]:
     cap = smallest_cap(uses, nbytes) + 128 * rng.randint(0, 8)
     plan = replace(plan, weight_nbytes=max(cap, 1))
     graph = build_weights_schedule(plan, plan_residency(uses, nbytes, cap), verify=False)
-    machines = world_size if plan.reads_shards else 1
-    return graph, plan, Setting(tuple(uses), nbytes, plan.weight_cap, machines, plan.reads_shards)
+    machines = world_size if reads_shards(plan) else 1
+    return graph, plan, Setting(tuple(uses), nbytes, plan.weight_cap, machines, reads_shards(plan))
 
 
 @pytest.mark.parametrize("seed", range(3 * NUM_CASES))

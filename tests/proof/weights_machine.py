@@ -86,8 +86,9 @@ class _Machine:
                 self.record(lane, args[0])
             elif name == "wait_event":
                 self.wait(lane, args[0])
-            elif name == "gather_weights":  # what is encoded is decoded before the node ends
-                bucket, _, src, start, stop = args[:5]
+            elif name == "gather":  # what is encoded is decoded before the node ends
+                bucket, src = args[0], node.kwargs["src"]
+                start, stop = node.kwargs.get("extent", (0, 1 << 40))
                 self.alloc(alive, bucket, start, stop)
                 self.gather(lane, bucket, int(src[len("weight[") : -1]), start, stop, epoch)
             elif name == "free_weights":
