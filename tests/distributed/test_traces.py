@@ -28,8 +28,8 @@ HOME_2 = [
     "zc compute | publish bucket 0 (2.bias, ...)",
 ]
 COMM_2 = [
-    "zc comm | reduce_rows bucket 0 (2.bias, ...)",
-    "zc comm | reduce_rows bucket 1 (0.bias, ...)",
+    "zc comm | reduce bucket 0 (2.bias, ...)",
+    "zc comm | reduce bucket 1 (0.bias, ...)",
     "zc comm | gather bucket 1 (0.bias, ...)",
     "zc comm | gather bucket 0 (2.bias, ...)",
 ]
@@ -96,13 +96,13 @@ def by_ddp() -> list[Tensor]:
         pytest.param(
             {"backend": "aot_eager", "overlap_gather": True, "stage": 1},
             ["zc forward_0", "zc backward_0", "zc compute | accumulate_cast bucket 1 (0.bias, ...)", "zc publish_1"],
-            ["zc comm | reduce_rows bucket 1 (0.bias, ...)", "zc comm | gather bucket 1 (0.bias, ...)"],
+            ["zc comm | reduce bucket 1 (0.bias, ...)", "zc comm | gather bucket 1 (0.bias, ...)"],
             id="stage 1, overlap_gather",
         ),
         pytest.param(
             {"backend": "eager"},
             ["zc flush_bucket_0", "zc compute | flatten_cast bucket 0 (2.bias, ...)", "zc flush_bucket_1"],
-            ["zc comm | reduce_rows bucket 1 (0.bias, ...)"],
+            ["zc comm | reduce bucket 1 (0.bias, ...)"],
             id="hooks",
         ),
     ],

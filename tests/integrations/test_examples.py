@@ -71,7 +71,7 @@ def test_ranks_end_together_and_the_trace_has_names(tmp_path: Path) -> None:
     for rank in range(2):
         text = (tmp_path / f"rank{rank}.json").read_text()
         reduced = re.findall(r"zc comm \| (\w+) bucket 0 \(2\.bias, \.\.\.\)", text)
-        assert "reduce_rows" in reduced or "exchange" in reduced  # by memory, or messages
+        assert "reduce" in reduced or "take" in reduced  # by memory, or messages
         assert "zc comm | gather bucket 0 (2.bias, ...)" in text
 
 
