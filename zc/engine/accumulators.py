@@ -28,7 +28,6 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from zc.log import log
-from zc.planning.hops import reads_shards
 
 if TYPE_CHECKING:
     from zc.engine.buffers import Buffers
@@ -127,7 +126,7 @@ class Accumulators:
 
     def open_shards(self) -> None:
         """Other ranks may read this rank's shards of the weights (`zc.ranks.routes.Shards`), until `close_shards`."""
-        if reads_shards(self.plan):
+        if self.routes.gathers_alone:
             self.routes.shards.open({index: self.buffers.weight_shard(index) for index in self.buffers.filled})
 
     def close_shards(self) -> None:

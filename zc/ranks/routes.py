@@ -26,7 +26,7 @@ from torch import Tensor
 
 from zc.kernels import add_blocks, encode_blocks, reduce_rows, sum_blocks
 from zc.kernels._blocks import Blocks
-from zc.planning.hops import Hop, Way, hops_to_gather
+from zc.planning.hops import Hop, Way, hops_to_gather, reads_shards
 from zc.planning.wire import Rows, own_row_to_gather, place_of, row_of, rows_to_gather, rows_to_reduce
 from zc.ranks.exchanges import Sum
 from zc.ranks.journal import GATHER, GATHER_SUMS, REDUCE, wait
@@ -251,6 +251,11 @@ class Routes:
         self._made: dict[Hop, Route] = {}
         self._to_gather: dict[tuple[bool, bool], tuple[Hop, ...]] = {}  # by what decides it: all buckets are alike
         self.shards = Shards(group.shard)
+
+    @property
+    def gathers_alone(self) -> bool:
+        """Whether a rank may gather sharded weights when others don't: it reads their shards (`Shards`)."""
+        return reads_shards(self._plan)
 
     def to_reduce(self, hop: int) -> Route:
         """The route of this hop of a reduction."""

@@ -120,7 +120,7 @@ class ModelPasses(Part):
             self._whole.make_for("code that Dynamo compiles anew may read", everything)
 
         def before() -> None:
-            if core.plan.topology.reads_memory:
+            if core.accumulators.routes.gathers_alone:
                 make_whole()
 
         def after() -> None:
