@@ -103,9 +103,7 @@ def test_adapters_are_ddp_s(tmp_path: Path, options: dict[str, Any]) -> None:
     """Evaluation, checkpoints, the best model at the end, resuming; the folder of adapters loads with peft."""
     wanted = run_ranks(_train, 2, str(tmp_path / "ddp"), None, None, timeout=300.0)
     result = run_ranks(_train, 2, str(tmp_path / "zc"), options, None, timeout=300.0)
-    again = run_ranks(
-        _train, 2, str(tmp_path / "again"), options, str(tmp_path / "zc" / "checkpoint-2"), timeout=300.0
-    )
+    again = run_ranks(_train, 2, str(tmp_path / "again"), options, str(tmp_path / "zc" / "checkpoint-2"), timeout=300.0)
     for rank in range(2):
         assert furthest(result[rank]["adapters"], wanted[rank]["adapters"]) < TOLERANCE
         assert furthest(again[rank]["adapters"], result[rank]["adapters"]) == 0, "a run that was resumed is another one"

@@ -77,5 +77,3 @@ class StatePointer:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if _KEY not in state:
             self._optimizer.load_state_dict(dict(state))
-
-
