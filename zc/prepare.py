@@ -116,9 +116,7 @@ def _note_of_frozen(model: nn.Module, param_dtype: torch.dtype | None) -> str | 
     )
 
 
-def plan_of(
-    model: nn.Module, assignment: Assignment, config: Config, ranks: Group, after: Plan | None = None
-) -> Plan:
+def plan_of(model: nn.Module, assignment: Assignment, config: Config, ranks: Group, after: Plan | None = None) -> Plan:
     """The plan for the parameters of ``assignment``, after those of ``after`` if it is given."""
     params, owners = assignment.params, assignment.owners
     specs = [ParamSpec.of(name, p, config.param_dtype, owners[name]) for name, p in params.items()]

@@ -796,7 +796,8 @@ def bare_copy(
     attributes = {
         key: value
         for key, value in vars(optimizer).items()
-        if key not in left_out and not key.startswith("_optimizer_")
+        if key not in left_out
+        and not key.startswith("_optimizer_")
         and not (callable(value) and callable(getattr(cls, key, None)))
     }
     for name, item in attributes.items():

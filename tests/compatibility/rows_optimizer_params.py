@@ -385,6 +385,7 @@ STATES: dict[str, Callable[[Script, Any], Any]] = {
     "norms of what it has": _note_norms,
 }
 for _name, _how in STATES.items():
+
     def _state_loop(s: Script, how: Callable[[Script, Any], Any] = _how) -> None:
         _forget(s, how)
 

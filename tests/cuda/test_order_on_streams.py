@@ -214,7 +214,8 @@ def test_the_recorder_sees_host_memory_under_a_queued_copy(gpu: Gpu) -> None:
 def test_the_recorder_names_the_first_collective_that_differs() -> None:
     same: Lists = {"g": ["broadcast_ of 4", "alltoall_base_ of 8"]}
     assert not compare([same, same, {}])
-    assert "collective 0 of rank 0 is broadcast_ of 4, of rank 1 alltoall_base_ of 8" in compare(
-        [same, {"g": same["g"][::-1]}]
-    )[0]
+    assert (
+        "collective 0 of rank 0 is broadcast_ of 4, of rank 1 alltoall_base_ of 8"
+        in compare([same, {"g": same["g"][::-1]}])[0]
+    )
     assert "of rank 1 none" in compare([same, {"g": same["g"][:1]}])[0]

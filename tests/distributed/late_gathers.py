@@ -100,5 +100,3 @@ def train_late(
 def last_weight(model: nn.Module) -> nn.Parameter:
     """Of the layer that is gathered last."""
     return list(model.parameters())[-2]
-
-

@@ -52,9 +52,7 @@ def run(rank: int, world_size: int, per_host: int, every: list[dict[str, Any]]) 
     return runs
 
 
-@pytest.mark.parametrize(
-    ("world_size", "per_host", "stages"), [(2, 1, (1, 2)), (4, 2, (1, 2) if FULL else (2,))]
-)
+@pytest.mark.parametrize(("world_size", "per_host", "stages"), [(2, 1, (1, 2)), (4, 2, (1, 2) if FULL else (2,))])
 def test_bits_depend_on_the_topology_alone(world_size: int, per_host: int, stages: tuple[int, ...]) -> None:
     """Three bucket sizes, overlap, both stages' ways to reduce, and again; all ranks have the same."""
     small, large = {"bucket_nbytes": 3000}, {"bucket_nbytes": 10**7}

@@ -56,9 +56,7 @@ def measured(rank: int, world_size: int, backend: str) -> list[tuple[int, int, i
         before = storages()
         net = Net()
         optimizer = torch.optim.Adam(net.parameters())
-        zc.compile(
-            net, optimizer, stage=stage, weight_nbytes=cap or None, backend=backend, bucket_nbytes=LAYER_NBYTES
-        )
+        zc.compile(net, optimizer, stage=stage, weight_nbytes=cap or None, backend=backend, bucket_nbytes=LAYER_NBYTES)
         x = torch.randn(4, DIM)
         for _ in range(3):
             net(x).square().mean().backward()

@@ -105,5 +105,3 @@ def _in_flight(rank: int, world_size: int) -> tuple[list[bool], str]:
 def test_views_of_the_gathers_themselves_are_no_aliases() -> None:
     for waited, explanation in run_ranks(_in_flight, 2):
         assert not any(waited) and "holds the memory" not in explanation
-
-

@@ -130,7 +130,7 @@ def _with_an_empty_group(rank: int, world_size: int, stage: int) -> dict[str, An
 
 
 def test_a_rank_that_owns_nothing_of_a_group() -> None:
-    """"stack expects a non-empty TensorList"."""
+    """ "stack expects a non-empty TensorList"."""
     for stage, ranks in run_cases(_with_an_empty_group, 2, (1, 2)):
         assert any(0 in seen["sizes"] for seen in ranks), "some rank owns nothing of the group of one"
         for seen in ranks:

@@ -194,6 +194,7 @@ def _nothing_moves(rank: int, world_size: int, fault: str) -> float:
     model, optimizers = zc.compile(model, MAKE["WideMuon"](model), backend="eager", bucket_nbytes=8192)
     try:
         if fault != "none":
+
             def broken(self: Any, received: Any, sent: Any, what: str, bucket: int) -> Any:
                 done = exchange(self, received, sent, what, bucket)
                 if what == fault:

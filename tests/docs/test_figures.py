@@ -212,4 +212,3 @@ def test_options_of_the_pages_exist() -> None:
             assert used <= parameters, f"{page.name}: zc.{name}({arguments})"
             checked += len(used)
     assert checked > 20
-

@@ -118,9 +118,7 @@ def test_what_the_scripts_save_can_be_loaded(runs: dict[str, Run]) -> None:
 
 def test_the_bytes_of_a_slow_link_are_those_of_zc_plan() -> None:
     with torch.device("meta"):
-        model = nn.Sequential(
-            nn.Linear(64, 512), nn.GELU(), nn.Linear(512, 512), nn.GELU(), nn.Linear(512, 10)
-        )
+        model = nn.Sequential(nn.Linear(64, 512), nn.GELU(), nn.Linear(512, 512), nn.GELU(), nn.Linear(512, 10))
     options: list[dict[str, Any]] = [{}, {"reduce_dtype": torch.int8, "gather_dtype": torch.int8}]
     plans = [zc.plan(model, world_size=2, ranks_per_host=1, **chosen) for chosen in options]
     leaves = [f"{sum(plan.host_wire.values()) / 1000:,.0f}" for plan in plans]

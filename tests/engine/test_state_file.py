@@ -114,5 +114,3 @@ def test_a_truncated_file_and_another_plan_are_refused_and_left_alone(tmp_path: 
     next(tmp_path.iterdir()).write_text("{")
     with pytest.raises(PlanError, match=r"\.mark can't be read: to start without that state"):
         StateFile(tmp_path, 0, 1, place(SIZES), ["plan"])
-
-

@@ -87,9 +87,7 @@ def test_one_rank_sends_nothing() -> None:
     graph, names = chain(4)
     for stage, writes in ((2, ["flatten_cast", "accumulate"] * 2), (1, ["accumulate_cast"] * 2)):
         new = after("reduce_buckets", graph, plan_for(names, world_size=1, stage=stage))
-        assert [
-            k for k in kinds(new) if k in ("flatten_cast", "accumulate_cast", "exchange", "accumulate")
-        ] == writes
+        assert [k for k in kinds(new) if k in ("flatten_cast", "accumulate_cast", "exchange", "accumulate")] == writes
 
 
 def test_segments_compute_what_the_graph_computed() -> None:

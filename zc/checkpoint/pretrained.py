@@ -63,9 +63,7 @@ class StoredTensor:
                 yield at - first, torch.frombuffer(piece, dtype=self.dtype)
 
 
-def load_pretrained(
-    model: nn.Module, folder: str | Path, *, rename: Callable[[str], str | None] | None = None
-) -> None:
+def load_pretrained(model: nn.Module, folder: str | Path, *, rename: Callable[[str], str | None] | None = None) -> None:
     """Loads the weights of a folder of safetensors into a compiled model, whatever its stage. All ranks call it.
 
     ``folder`` has ``model.safetensors``, or ``model.safetensors.index.json`` and the files that it names, with the

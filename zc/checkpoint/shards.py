@@ -87,9 +87,7 @@ class ShardOf(Tensor):
     order: tuple[int, ...] | None
 
     @staticmethod
-    def __new__(
-        cls, shape: Sequence[int], local: Tensor, start: int, order: tuple[int, ...] | None = None
-    ) -> ShardOf:
+    def __new__(cls, shape: Sequence[int], local: Tensor, start: int, order: tuple[int, ...] | None = None) -> ShardOf:
         shard = torch_private.make_wrapper(cls, local.new_empty(()).expand(tuple(shape)))
         assert local.dim() == 1 and start + local.numel() <= math.prod(shape), (shape, local.shape, start)
         shard.local, shard.start, shard.order = local, start, order

@@ -53,14 +53,14 @@ if TYPE_CHECKING:
 class Phase(enum.Enum):
     """Where this rank is between two updates::
 
-              a gradient comes         finish_gradients
-        IDLE -----------------> OPEN ------------------> READ or FINAL
-         ^                     |    ^  a gradient comes    |     |
-         |                     |    +----------------------+     |
-         |   a backward raises |    |                            |
-         |                     v    | zero_grad                  |
-         |                     FAILED                            |
-         +------- an update, zero_grad, param.grad.zero_() ------+
+          a gradient comes         finish_gradients
+    IDLE -----------------> OPEN ------------------> READ or FINAL
+     ^                     |    ^  a gradient comes    |     |
+     |                     |    +----------------------+     |
+     |   a backward raises |    |                            |
+     |                     v    | zero_grad                  |
+     |                     FAILED                            |
+     +------- an update, zero_grad, param.grad.zero_() ------+
     """
 
     IDLE = "no gradient has come since all streams that carry gradients were joined"

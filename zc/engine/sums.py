@@ -35,4 +35,3 @@ def sum_over_replicas(replicas: Group, out: Tensor, sent: Tensor, bucket: int) -
     pieces = rearrange(rows, "(replica piece) -> replica piece", replica=replicas.world_size)
     reduce_rows(pieces, piece, scale=1.0, add=False)
     wait(replicas.all_gather(out, piece, GATHER_SUMS, bucket))
-

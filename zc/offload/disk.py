@@ -70,9 +70,7 @@ def checksum(param: Tensor, dtype: torch.dtype) -> int:
 class DiskState:
     """The optimizer's state of ``slices`` (by name) in ``file``."""
 
-    def __init__(
-        self, core: Core, file: StateFile, optimizer: Optimizer, slices: Mapping[str, nn.Parameter]
-    ) -> None:
+    def __init__(self, core: Core, file: StateFile, optimizer: Optimizer, slices: Mapping[str, nn.Parameter]) -> None:
         self.core, self.file, self.optimizer, self.slices = core, file, optimizer, slices
         self.num_updates = 0
         self._place: dict[tuple[str, str], Tensor] = {}

@@ -104,9 +104,7 @@ def _try(
         data = [small_data(shape, device, seed) for seed, shape in enumerate(shapes, start=20)]
         values, grads = [value for value, _ in data], [own for _, own in data]
         try:
-            together, again = (
-                update_copy(optimizer, group, values, grads, seed, methods=methods) for seed in (1, 2)
-            )
+            together, again = (update_copy(optimizer, group, values, grads, seed, methods=methods) for seed in (1, 2))
             parts = data
             if block is not None:
                 parts = [(values[0].view(-1)[cut], [grad.view(-1)[cut] for grad in grads[0]]) for cut in cuts]

@@ -220,9 +220,7 @@ class Group(Control):
         self.levels.net.all_gather(host_range, shard, kind, bucket).wait()
         return self.levels.host.all_gather(out, host_range, kind, bucket)
 
-    def exchange(
-        self, received: Pieces, sent: Pieces, kind: str, bucket: int
-    ) -> Work:
+    def exchange(self, received: Pieces, sent: Pieces, kind: str, bucket: int) -> Work:
         """As `Exchanges.exchange`."""
         if self._by_memory and self._neighbours is not None:
             entry = self._begin(kind, bucket, sum(piece.nbytes for rank, piece in sent if rank != self.rank))
