@@ -4,11 +4,11 @@ DDP broadcasts all buffers at the start of a forward, if the backward of the for
 enabled, outside of no_sync. zc does so at the boundary of an update at the latest, which all ranks reach anyway. The
 values are the same, and a forward between two updates (an evaluation, perhaps on one rank alone) waits for no rank.
 
-What the program writes into a buffer after the boundary may differ from rank to rank, and DDP overwrites it in the next
-forward. So ranks that find a buffer written (another tensor, or counted by autograd) exchange buffers in that forward once more:
-rank 0 sends, the others wait for it. Where some ranks alone have written one, the next message shows it, or the watch
-finds ranks that wait for each other: an error on all ranks. Writes that autograd does not count (``buffer.data``) are
-not seen, and stay until the boundary.
+What the program writes into a buffer after the boundary may differ from rank to rank, and DDP overwrites it in the
+next forward. So ranks that find a buffer written (another tensor, or counted by autograd) exchange buffers in that
+forward once more: rank 0 sends, the others wait for it. Where some ranks alone have written one, the next message shows
+it, or the watch finds ranks that wait for each other: an error on all ranks. Writes that autograd does not count
+(``buffer.data``) are not seen, and stay until the boundary.
 
 Rank 0 waits for other ranks at the boundary alone, until its messages have arrived: it may drop its model next, and
 gloo drops a message that the receiver has not asked for. It sends a copy, in host memory, to each of them. Its last
