@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -85,7 +86,14 @@ def _loop(
             optimizer.step()
         optimizer.step()
         optimizer.zero_grad()
-        if how == "evaluates":
+        if how.startswith("writes"):
+            with torch.no_grad():
+                for number, (name, buffer) in enumerate(model.named_buffers()):
+                    if name == "replaced":
+                        model.replaced = buffer + 0.1 * rank
+                    elif buffer.is_floating_point() and number % 2 == step % 2:
+                        buffer.add_(0.2 * rank)
+        if how in ("evaluates", "writes and evaluates"):
             model.eval()
             with torch.no_grad():
                 seen += [call(torch.ones(2, 16)), call(torch.zeros(2, 16))]
@@ -97,12 +105,13 @@ def _loop(
     return seen, buffers, weights(model)
 
 
+HOWS = ("plain", "no_sync", "skips", "looks", "evaluates", "writes", "writes and evaluates")
 MODELS = {"batch_norm": batch_norm, "codebook": Codebook}
 
 
 def _against_ddp(rank: int, world_size: int, backend: str, stage: int, chosen: list[str]) -> None:
     for name in chosen:
-        for how in ("plain", "no_sync", "skips", "looks", "evaluates"):
+        for how in HOWS:
             torch.manual_seed(0)
             plain = MODELS[name]()
             optimizer = SGD(plain.parameters(), lr=0.1)
@@ -269,3 +278,31 @@ def test_what_ddp_is_told_to_ignore_stays_each_ranks_own(stage: int) -> None:
     for told, error in run_ranks(_left_to_ranks, 2, stage):
         assert told == ", ".join(IGNORED), "the program's own list is there again"
         assert "layer.weight" in error and "DistributedDataParallel was told to ignore" in error
+
+
+def _one_rank_writes(rank: int, world_size: int) -> list[str]:
+    """Job: one rank alone writes a buffer between two updates, then the model is called once or twice."""
+    texts = []
+    with patch.dict(os.environ, {"ZC_RANK_TIMEOUT": "5"}):
+        for writer, forwards in ((0, 1), (0, 2), (1, 1)):
+            with _compiled(stage=1) as (model, optimizer):
+                for step in range(2):
+                    if step == 1 and rank == writer:
+                        model.mean += 1.0
+                    with pytest.raises(zc.RankMismatchError) if step == 1 else contextlib.nullcontext() as caught:
+                        for m in range(forwards):
+                            x, y = _batch(rank, step, m)
+                            F.mse_loss(model(x), y).backward()
+                        optimizer.step()
+                        optimizer.zero_grad()
+                texts.append(str(caught.value))
+    return texts
+
+
+def test_a_buffer_that_one_rank_alone_has_written_is_named_on_all_ranks() -> None:
+    """Rank 1 waits in its forward for buffers that rank 0 does not send, and rank 0 in its backward for rank 1."""
+    for alone, alone_twice, other in run_ranks(_one_rank_writes, 2, timeout=60.0):
+        for text in (alone, alone_twice):
+            assert "rank 0 has written a buffer between two updates, and rank 1 has written none" in text
+        assert "mean was written between two updates" in other
+        assert all("broadcast_buffers=False" in text for text in (alone, alone_twice, other))

@@ -10,6 +10,7 @@ import fuzz_models
 import fuzz_optimizers
 import fuzz_options
 import fuzz_order
+import fuzz_script
 from fuzz_program import FULL_CLEARS, ZEROS, Op, Program, syncs_buffers
 
 # Features that zc gets wrong today, which `make test` leaves out: each goes with what mends it.
@@ -43,6 +44,8 @@ def _part(
         dtype = "float32"
     first = options = fuzz_options.draw(rng, dtype, without, group)
     fault = "raise" not in without and rng.random() < 0.25
+    if group is not None and rng.random() < 0.8:
+        without = without | {"keeps"}  # in stage 3 code that is not compiled refuses it, and all else is right or wrong
     model = fuzz_models.draw(rng, narrow=dtype == "bfloat16", fault=fault, without=without)
     if group == "wire":
         model = {**model, "dim": fuzz_options.WIRE_DIM}
@@ -52,9 +55,21 @@ def _part(
         without = without | {"differ"}  # of ranks that run other forwards zc expects an error alone
     if "own buffers" not in without and rng.random() < (0.5 if fuzz_models.has(model, *fuzz_models.BUFFERED) else 0.05):
         options["broadcast_buffers"] = False
+    if fuzz_models.has(model, *fuzz_models.WRITING):
+        without = without | {"differ"}
+    if fuzz_models.has(model, "keeps"):
+        without = without | {"assign"}  # the view then shows what the parameter has no more
+        if group is not None:
+            options["backend"] = "eager"  # elsewhere zc says it, and goes on
+    if fuzz_models.has(model, "clamped late"):
+        without = without | {"raise"}
     optimizer = fuzz_optimizers.draw(rng, without)
     if fuzz_optimizers.is_stacked(optimizer) or dtype == "bfloat16":  # frozen from the start it would stay in float32
-        without = without | {"freeze", "thaw"}
+        without = without | {"freeze", "thaw", "replace", "reset"}
+    if dtype == "bfloat16":
+        without = without | {"array"}  # numpy has none
+    if len(sizes) > 1:
+        without = without | {"replace"}  # the next launch begins with other groups
     fuzz_options.fit(options, optimizer)
     loop = Loop(rng, sizes[0], model, options, without)
     for k, world_size in enumerate(sizes):
@@ -96,6 +111,8 @@ class Loop:
         self.bulk = [how for how in FULL_CLEARS if how in self.ways]
         self.syncs_buffers = syncs_buffers(model, options)
         self.has_buffers = fuzz_models.has(model, *fuzz_models.BUFFERED)
+        if not (self.has_buffers and not self.may_differ and rng.random() < 0.6):
+            self.without = without | {"buffers_written"}
 
     def put(self, kind: str, **args: Any) -> int:
         self.ops.append(Op(kind, args))
@@ -158,7 +175,7 @@ class Loop:
             one = self.forward(False)
             self.backward([one], False, retain=True)
             self.backward([one], False)
-        elif fuzz_models.has(self.model, "fault"):
+        elif fuzz_models.has(self.model, "fault") and "raise" not in self.without:
             if rng.random() < 0.4:
                 self.backward([self.forward(False)], False)
             self.put("raise", of=[self.forward(False)])
@@ -199,17 +216,21 @@ class Loop:
             self.clear()
         if not pending and self._maybe("write", 0.03):
             self.write()
+        if not pending and self._maybe("buffers_written", 0.1):
+            self.put("buffers_written")
 
     # --- the rest ---
 
     def look(self) -> None:
-        kinds = ("grads", "norms", "clip", "weights", *(("buffers",) if self.has_buffers else ()))
+        kinds = ("grads", "norms", "clip", "weights", "by_hand", "leave", *(("buffers",) if self.has_buffers else ()))
         kind = self.rng.choice([k for k in kinds if k not in self.without] or ["grads"])
         if kind == "clip":
             self.clip()
             return
-        self.put(kind)
-        self.is_uneven = self.is_uneven and kind in ("weights", "buffers")
+        hows = {"by_hand": fuzz_script.BY_HAND, "leave": fuzz_script.LEAVES}.get(kind, {})
+        hows = [how for how in hows if how != "arrays" or "array" not in self.without]
+        self.put(kind, **({"how": self.rng.choice(hows)} if hows else {}))
+        self.is_uneven = self.is_uneven and kind in ("weights", "buffers", "leave")
 
     def clip(self) -> None:
         hows = [h for h in ("zc", "stock", "stock_inf") if h not in self.without]
@@ -225,9 +246,11 @@ class Loop:
         self.put("evaluate", inference=self.rng.random() < 0.3, **self._batch())
 
     def write(self) -> None:
-        what = self.rng.choice(("clamp", "halve", "fill"))
-        args = {"name": self.rng.choice(self.names)} if what == "fill" else {}
-        self.put("write", what=what, data=self._maybe("data", 0.3), **args)
+        whats = [what for what in ("clamp", "halve", "fill", "assign", "array") if what not in self.without]
+        what = self.rng.choice(whats)
+        args = {"name": self.rng.choice(self.names)} if what == "fill" else {"walks": self._maybe("walk", 0.3)}
+        is_data = what in ("assign", "array") or self._maybe("data", 0.3)
+        self.put("write", what=what, data=is_data, **args)
 
     def clear(self, ways: list[str] | None = None) -> None:
         how = self.rng.choice(ways or self.ways)
@@ -265,6 +288,11 @@ class Loop:
             self.evaluate()
         if self._maybe("write", 0.08):
             self.write()
+        if self._maybe("buffers_written", 0.4):
+            self.put("buffers_written")
+        if self._maybe("reset", 0.06):
+            how = rng.choice(tuple(fuzz_script.RESETS))
+            self.put("reset", how=how, **({"name": rng.choice(self.names)} if how in ("pop", "empty") else {}))
         if self._maybe("lr", 0.05):
             self.put("lr")
         if self._maybe("hook", 0.03):
@@ -281,7 +309,11 @@ class Loop:
             self._toggle("thaw", self.frozen.pop(rng.randrange(len(self.frozen))))
         blocks = self.model["blocks"]
         linear = [k for k, (kind, _) in enumerate(blocks) if kind == "linear" and fuzz_models.may_freeze(blocks, k)]
-        linear = [k for k in linear if k not in self.frozen and fuzz_models.trains(self.model, [*self.frozen, k])]
+        trained = [k for k in linear if k not in self.frozen]
+        if trained and self._maybe("replace", 0.12) and not self.options.get("offload"):
+            self.put("replace", block=rng.choice(trained), dim=self.model["dim"], seed=rng.randrange(10_000))
+            self.has_saved = False
+        linear = [k for k in trained if fuzz_models.trains(self.model, [*self.frozen, k])]
         if linear and self._maybe("freeze", 0.06):
             self.frozen.append(rng.choice(linear))
             self._toggle("freeze", self.frozen[-1])

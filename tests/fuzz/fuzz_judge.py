@@ -66,7 +66,7 @@ def _backward_reads_rewritten_buffer(program: Program) -> bool:
     """Whether a compiled backward may compute again what its forward made of a buffer that a later forward has written.
     `torch.compile` with Inductor raises PyTorch's error there, with and without zc."""
     compiles = any(which.options["backend"] != "eager" for which in program.launches)
-    if not compiles or all(kind != "average" for kind, _ in program.model["blocks"]):
+    if not compiles or all(kind not in ("average", "state") for kind, _ in program.model["blocks"]):
         return False
     last = -1  # the latest forward so far
     for k, (kind, args) in enumerate(program.ops):
@@ -84,13 +84,19 @@ def _gathers_other_weights(program: Program) -> bool:
     return by_messages and any(value != values[0] for values in per_rank for value in values)
 
 
+def _keeps_views(program: Program) -> bool:
+    """Whether a forward of stage 3 reads a view of a weight that one before the last update has made."""
+    is_sharded = any(which.options["stage"] == 3 for which in program.launches)
+    return is_sharded and any(kind == "keeps" for kind, _ in program.model["blocks"])
+
+
 def _loads_together_elsewhere(program: Program) -> bool:
     """Whether another launch loads a state that belongs to several parameters."""
     return is_stacked(program.optimizer) and len(program.launches) > 1
 
 
 def _is_read_alone(kind: str, args: dict[str, Any]) -> bool:
-    return kind == "norms" or (kind == "clip" and args["how"] != "zc")
+    return kind in ("norms", "by_hand") or (kind == "clip" and args["how"] != "zc")
 
 
 def _tells(kind: str, args: dict[str, Any]) -> bool:
@@ -106,6 +112,7 @@ REFUSALS = (
     ("ZcError", "was set to None (zero_grad) since", lambda p: p.clears & {"class", "slices"}),
     ("CheckpointError", "state belongs to parameters together", _loads_together_elsewhere),
     ("RankMismatchError", "ranks are out of step", lambda p: _some_read_alone(p) or _gathers_other_weights(p)),
+    ("ZcError", "made before the last update", _keeps_views),
     ("RuntimeError", "modified by an inplace operation", _backward_reads_rewritten_buffer),
     # cleared past optimizer.zero_grad on a rank that had no backward yet: no .grad was there to be missed
     ("RankMismatchError", "what the gradients hold",
@@ -177,7 +184,9 @@ def judge(program: Program, launches: list[list[Outcome | None]], wanted: Wanted
     if raised and any("A backward raised on rank" in error[1] for _, error in errors):
         return Verdict("refused", "RankMismatchError: a backward that raised, then a collective")
     # a rank that has a param.grad asks for its norm, another has none to ask for and leaves the loop
-    asks = any(_some_are_alone(part) and any(op.kind == "norms" for op in part.ops) for part in program.parts)
+    asks = any(
+        _some_are_alone(part) and any(op.kind in ("norms", "by_hand") for op in part.ops) for part in program.parts
+    )
     if asks and 0 < len(errors) < len(last) and all(error[0] == "RankLostError" for _, error in errors):
         return Verdict("refused", "RankLostError: a norm of gradients that some ranks lack")
     if errors:

@@ -14,6 +14,7 @@ from typing import Any
 Model = Mapping[str, Any]
 VOCAB = 11
 
+CLAMP = "self.b{i}.weight.data.clamp_(-0.25, 0.25)\n"  # what ranks may do once or several times
 # kind -> (what the block is, what it does to x); {i}: its number, {d}: dim
 BLOCKS: dict[str, tuple[str, str]] = {
     "linear": ("nn.Linear({d}, {d})", "x = torch.tanh(self.b{i}(x))"),
@@ -35,17 +36,40 @@ BLOCKS: dict[str, tuple[str, str]] = {
     "reentrant": ("nn.Linear({d}, {d})", "x = torch.tanh(checkpoint(self.b{i}, x, use_reentrant=True))"),
     "fault": ("", "x = self.fault{i}(x)"),
     "average": ("nn.Buffer(torch.zeros({d}))", "x = self.average{i}(x)"),
+    "state": ("nn.Buffer(torch.zeros({d}))", "x = self.state{i}(x)"),
+    "clamped": ("nn.Linear({d}, {d})", CLAMP + "x = torch.tanh(self.b{i}(x))"),
+    "clamped apart": ("nn.Linear({d}, {d})", "x = self.clamped{i}(x)"),
+    "clamped late": ("nn.Linear({d}, {d})", "x = self.late{i}(x)"),
+    "keeps": ("nn.Linear({d}, {d})", "x = self.keeps{i}(x)"),
 }
-BARE = ("fault", "average")  # kinds without a parameter
+BARE = ("fault", "average", "state")  # kinds without a parameter
 # Of one row, torch.compile (2.13) computes the average again in the backward, from the buffer that has changed by then:
 # Inductor's gradients are wrong by 17 %, with and without zc (pytorch#197039). So programs give these three rows.
-BUFFERED = ("batchnorm", "average")
+BUFFERED = ("batchnorm", "average", "state")
+WRITING = ("clamped", "clamped apart", "clamped late")  # kinds whose passes write a weight: all ranks must run them
 SHARES = ("linear", "twice", "disabled", "break", "checkpoint")  # kinds whose weight may be another one's
-NARROW = ("batchnorm", "average", "conv", "conv2d", "pool")  # kinds that a model of half precision does without
+NARROW = (
+    "batchnorm",
+    "average",
+    "state",
+    "conv",
+    "conv2d",
+    "pool",
+)  # kinds that a model of half precision does without
 METHODS = {
     "disabled": "@torch.compiler.disable\ndef disabled{i}(self, x):\n    return torch.tanh(self.b{i}(x))",
     "average": "def average{i}(self, x):\n    if self.training:\n        with torch.no_grad():\n"
     "            self.b{i}.lerp_(x.mean(0), 0.5)\n    return x + self.b{i}",
+    "state": "def state{i}(self, x):\n    y = x * (1 + self.b{i})\n    if self.training:\n"
+    "        with torch.no_grad():\n            self.b{i}.lerp_(x.mean(0), 0.5)\n    return y",
+    "clamped apart": f"@torch.compiler.disable\ndef clamped{{i}}(self, x):\n    {CLAMP}"
+    "    return torch.tanh(self.b{i}(x))",
+    "clamped late": "@torch.compiler.disable\ndef late{i}(self, x):\n    y = torch.tanh(self.b{i}(x))\n"
+    "    if y.requires_grad:\n        y.register_hook(self.clamp{i})\n    return y\n\n"
+    f"def clamp{{i}}(self, grad):\n    {CLAMP}",
+    "keeps": "@torch.compiler.disable\ndef keeps{i}(self, x):\n    if hasattr(self, 'kept{i}'):\n"
+    "        x = x + self.kept{i}.mean()\n    self.kept{i} = self.b{i}.weight.detach()\n"
+    "    return torch.tanh(self.b{i}(x))",
     "fault": "@torch.compiler.disable\ndef fault{i}(self, x):\n    return Fault.apply(x)",
 }
 FAULT = '''class Fault(torch.autograd.Function):

@@ -71,6 +71,8 @@ def _shard_weights(rng: random.Random, options: dict[str, Any]) -> None:
     nbytes = rng.choice((None, few, 2**20))
     if nbytes is not None:
         options["weight_nbytes"] = nbytes
+    if rng.random() < 0.25:
+        options["shard_frozen"] = True
 
 
 def _encode(rng: random.Random, options: dict[str, Any]) -> None:

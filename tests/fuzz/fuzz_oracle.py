@@ -225,8 +225,42 @@ class _Reference:
         if args["what"] == "fill":
             self.params[args["name"]].fill_(0.125)
             return
-        for p in self.params.values():
+        for p in self.params.values():  # those of the optimizer's groups are the same ones
             p.copy_(p.clamp(-0.25, 0.25) if args["what"] == "clamp" else p * 0.5)
+
+    def do_by_hand(self, k: int, args: dict[str, Any]) -> None:
+        change = {
+            "clamp": lambda g: g.clamp(-0.05, 0.05), "zeros": torch.zeros_like, "add": lambda g: g + 0.01,
+        }.get(args["how"], lambda g: 0.5 * g)  # fmt: skip
+        self.grads.update({name: change(g) for name, g in self.grads.items() if g is not None})
+
+    def do_reset(self, k: int, args: dict[str, Any]) -> None:
+        if args["how"] in ("pop", "empty"):
+            self.optimizer.state.pop(self.params[args["name"]], None)
+        elif args["how"] == "clear":
+            self.optimizer.state.clear()
+        for state in self.optimizer.state.values() if args["how"] == "zeros" else ():
+            state.update({key: 0 * value if isinstance(value, Tensor) else value for key, value in state.items()})
+
+    def do_leave(self, k: int, args: dict[str, Any]) -> None:
+        self.note(k, [list(self.params.values())] * self.world_size)
+
+    @torch.no_grad()
+    def do_buffers_written(self, k: int, args: dict[str, Any]) -> None:
+        for rank, model in enumerate(self.models):
+            for buffer in model.buffers():
+                if buffer.is_floating_point():
+                    buffer += 0.125 * rank
+
+    def do_replace(self, k: int, args: dict[str, Any]) -> None:
+        name = f"b{args['block']}"
+        torch.manual_seed(args["seed"])
+        new = nn.Linear(args["dim"], args["dim"]).double()
+        for model in self.models:
+            setattr(model, name, new)
+        self.params = dict(self.model.named_parameters())
+        self.hooked.update({each: 1.0 for each in self.params if each.startswith(f"{name}.")})
+        self.optimizer.add_param_group({"params": list(new.parameters())})
 
     def do_snapshot(self, k: int, args: dict[str, Any]) -> None:
         self.kept = [copy.deepcopy(model.state_dict()) for model in self.models]

@@ -94,7 +94,7 @@ class Waits:
     def add(self, number: int, k: int) -> None:
         part = self.parts[number]
         (kind, args), stage = part.ops[k], int(part.launches[self.launch].options["stage"])
-        if kind in ("step", "clip", "grads", "norms"):
+        if kind in ("step", "clip", "grads", "norms", "by_hand"):
             self.undeclared.discard(number)
             self.declared.discard(number)
         elif kind == "backward" and not args["quiet"]:

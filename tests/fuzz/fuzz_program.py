@@ -15,7 +15,7 @@ from fuzz_optimizers import is_stacked
 
 FULL_CLEARS = ("optimizer", "model", "class", "params", "slices")  # every gradient is None afterwards
 ZEROS = ("optimizer_zeros", "model_zeros", "class_zeros")  # zeros where there was a gradient
-BETWEEN_UPDATES = ("freeze", "thaw", "save", "load", "relaunch")
+BETWEEN_UPDATES = ("freeze", "thaw", "replace", "save", "load", "relaunch")
 BY_RANK = ("rows", "use", "reps", "at")  # arguments with one entry for each rank
 PART = 1000  # number of an operation: its model's number times this, and its place in the model's operations
 
@@ -128,7 +128,7 @@ def check(program: Program) -> None:
             raise Illegal(f"{k}: not one entry for each rank")
         if kind in BETWEEN_UPDATES and (has_grads or uneven or waiting):
             raise Illegal(f"{k}: {kind} inside of an update")
-        if kind in ("step", "write", "restore", *BETWEEN_UPDATES):
+        if kind in ("step", "write", "reset", "restore", *BETWEEN_UPDATES):
             pending.clear()
         if kind in ("forward", "evaluate", "micro") and buffers:
             pending.clear()  # DDP's broadcast of buffers breaks a backward that waits behind another forward
@@ -159,9 +159,9 @@ def check(program: Program) -> None:
                     raise Illegal(f"{k}: undeclared backwards in other numbers")
                 uneven = True
             waiting = waiting or (options["stage"] >= 2 and len(set(args["reps"])) > 1)
-        if kind in ("step", "clip", "grads", "norms"):
+        if kind in ("step", "clip", "grads", "norms", "by_hand"):
             uneven = False
-        if kind in ("step", "clip", "grads", "norms") or (kind == "backward" and not args["quiet"]):
+        if kind in ("step", "clip", "grads", "norms", "by_hand") or (kind == "backward" and not args["quiet"]):
             waiting = False
         if kind == "zero" and args["how"] in FULL_CLEARS:
             has_grads = aborted = False
@@ -177,22 +177,30 @@ def check(program: Program) -> None:
             if args["block"] not in frozen or options.get("offload") is not None:
                 raise Illegal(f"{k}: nothing to thaw")
             frozen.discard(args["block"])
+        if kind in ("freeze", "replace") and not fuzz_models.may_freeze(model["blocks"], args["block"]):
+            raise Illegal(f"{k}: a shared block is frozen or replaced")
         if kind == "freeze":
-            if not fuzz_models.may_freeze(model["blocks"], args["block"]):
-                raise Illegal(f"{k}: a shared block is frozen")
             frozen.add(args["block"])
         if not fuzz_models.trains(model, frozen):
             raise Illegal(f"{k}: nothing is left to train")
-        if kind in ("freeze", "thaw") and is_stacked(program.optimizer):
+        if kind in ("freeze", "thaw", "replace", "reset") and is_stacked(program.optimizer):
             raise Illegal(f"{k}: a group with a state of its own gets other parameters")
+        if kind == "replace" and (frozen & {args["block"]} or options.get("offload") or len(program.launches) > 1):
+            raise Illegal(f"{k}: a replaced block that is frozen, or offloaded, or that another launch lacks")
         if kind in ("freeze", "thaw"):
             names = set(fuzz_models.trainable({**model, "frozen": frozen}))
         if (kind == "restore" and not snapshot) or (kind == "load" and not saved):
             raise Illegal(f"{k}: {kind} of nothing")
-        snapshot, saved = snapshot or kind == "snapshot", saved or kind == "save"
+        snapshot, saved = snapshot or kind == "snapshot", (saved or kind == "save") and kind != "replace"
         if kind == "relaunch":
             snapshot = saved = False
             world_size, options = args["world_size"], args["options"]
+    if fuzz_models.has(model, *fuzz_models.WRITING) and program.ranks_differ:
+        raise Illegal("ranks with other passes than each other, which write weights")
+    if fuzz_models.has(model, "clamped late") and any(kind == "raise" for kind, _ in program.ops):
+        raise Illegal("a backward that writes a weight, perhaps before it raises")
+    if any(kind == "buffers_written" for kind, _ in program.ops) and program.ranks_differ:
+        raise Illegal("ranks with other numbers of forwards than rank 0, whose buffers they need")
     if aborted:
         raise Illegal("gradients of a backward that raised are left")
 

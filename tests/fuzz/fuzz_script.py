@@ -28,6 +28,32 @@ CLIPS = {
     "stock": "torch.nn.utils.clip_grad_norm_(model.parameters(), {max_norm})",
     "stock_inf": 'torch.nn.utils.clip_grad_norm_(model.parameters(), {max_norm}, norm_type=float("inf"))',
 }
+WRITES = {
+    "clamp": "p{data}.clamp_(-0.25, 0.25)",
+    "halve": "p{data}.mul_(0.5)",
+    "assign": "p.data = p.data * 0.5",
+    "array": "p.detach().numpy()[...] *= 0.5",
+}
+BY_HAND = {
+    "mul": "p.grad.mul_(0.5)",
+    "assign": "p.grad = p.grad * 0.5",
+    "clamp": "p.grad.clamp_(-0.05, 0.05)",
+    "zeros": "p.grad = torch.zeros_like(p.grad)",
+    "data": "p.grad.data.mul_(0.5)",
+    "add": "p.grad += 0.01",
+}
+RESETS = {
+    "pop": "optimizer.state.pop(model.get_parameter({name!r}), None)",
+    "empty": "optimizer.state[model.get_parameter({name!r})] = {{}}",
+    "clear": "optimizer.state.clear()",
+    "zeros": "for state in optimizer.state.values():\n    for value in state.values():\n"
+    "        if isinstance(value, torch.Tensor):\n            value.zero_()",
+}
+LEAVES = {
+    "views": "taken = [p.detach() for p in model.parameters()]",
+    "arrays": "taken = [torch.from_numpy(p.detach().numpy()) for p in model.parameters()]",
+    "state": "state = model.state_dict()\n    taken = [state[name] for name, _ in model.named_parameters()]",
+}
 SIMPLE = {
     "step": "optimizer.step()",
     "grads": "note({k}, zc.full_grad(model))",
@@ -44,6 +70,10 @@ SIMPLE = {
     "save": 'zc.save(f"{{folder}}/{k}", model, optimizer)\nlatest = f"{{folder}}/{k}"',
     "load": "zc.load(latest, model, optimizer)",
     "freeze": "model.b{block}.requires_grad_(False)",
+    "replace": "torch.manual_seed({seed})\nmodel.b{block} = nn.Linear({dim}, {dim}).to(WIDE)\n"
+    'optimizer.add_param_group({{"params": list(model.b{block}.parameters())}})\nzc.recompile(model)',
+    "buffers_written": "with torch.no_grad():\n    for buffer in model.buffers():\n"
+    "        if buffer.is_floating_point():\n            buffer.add_(0.125 * rank)",
     "relaunch": "",
     "thaw": "model.b{block}.requires_grad_(True)\nzc.recompile(model)",
 }  # fmt: skip
@@ -148,6 +178,12 @@ def _statement(k: int, op: Op) -> str:
         return f"model.eval()\nwith {mode}:\n    note({k}, {_loss(args)})\nmodel.train()"
     if kind == "write":
         return _write(args)
+    if kind == "by_hand":
+        return f"for p in model.parameters():\n    if p.grad is not None:\n        {BY_HAND[args['how']]}"
+    if kind == "reset":
+        return RESETS[args["how"]].format(**args)
+    if kind == "leave":
+        return f"with zc.whole_parameters(model):\n    {LEAVES[args['how']]}\nnote({k}, taken)\ndel taken"
     return SIMPLE[kind].format(**{**args, "k": k, "of": of})
 
 
@@ -168,8 +204,10 @@ def _write(args: dict[str, Any]) -> str:
     if args["what"] == "fill":
         text = f"model.get_parameter({args['name']!r}){data}.fill_(0.125)"
     else:
-        call = {"clamp": "clamp_(-0.25, 0.25)", "halve": "mul_(0.5)"}[args["what"]]
-        text = f"for p in model.parameters():\n    p{data}.{call}"
+        text = f"for p in model.parameters():\n    {WRITES[args['what']].format(data=data)}"
+        if args["walks"]:
+            text = text.replace("model.parameters()", 'group["params"]')
+            text = "for group in optimizer.param_groups:\n" + indent(text, "    ")
     return text if data else "with torch.no_grad():\n" + "\n".join(f"    {line}" for line in text.splitlines())
 
 

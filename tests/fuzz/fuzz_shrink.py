@@ -108,9 +108,10 @@ def _cut(by_rank: Any) -> Any:
 
 def _plainer(args: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """One operation, with one thing less to read."""
-    for key, plain in (("quiet", False), ("retain", False), ("penalty", 0.0), ("scale", 1.0), ("inference", False)):
-        if args.get(key, plain) != plain:
-            yield {**args, key: plain}
+    plain = {"quiet": False, "retain": False, "penalty": 0.0, "scale": 1.0, "inference": False, "walks": False}
+    for key, value in plain.items():
+        if args.get(key, value) != value:
+            yield {**args, key: value}
     for key in ("use", "rows", "reps"):
         if key in args and any(entry != args[key][0] for entry in args[key]):
             yield {**args, key: [args[key][0]] * len(args[key])}

@@ -83,3 +83,62 @@ def test_fabric_is_ddp_s(tmp_path: Path, options: dict[str, Any], precision: str
         assert furthest(crossed[rank][0], wanted[rank][0]) < tolerance
         assert furthest(again[rank][0], results[rank][0]) == 0, "a run that was resumed is another one"
         assert results[rank][1] == pytest.approx(wanted[rank][1], rel=max(tolerance, 1e-4))
+
+
+def _loads_a_part(
+    rank: int, world_size: int, options: Options, path: str
+) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
+    """Whole weights before and after a load of one layer, and of a name that the model lacks, and two updates later."""
+    with torchrun(rank, world_size):
+        strategy = FabricDDP() if options is None else ZcFabricStrategy(**options)
+        precision: Any = "bf16-true" if "param_dtype" in (options or {}) else "32-true"
+        fabric = lightning.Fabric(accelerator="cpu", devices=world_size, strategy=strategy, precision=precision)
+        fabric.launch()
+        module = mlp()
+        model, optimizer = fabric.setup(module, AdamW(module.parameters(), lr=1e-2))
+        if rank == 0:
+            generator = torch.Generator().manual_seed(2)
+            part = {"2.weight": torch.randn(2, 8, generator=generator), "4.weight": torch.ones(3)}
+            torch.save({"model": part}, path)
+        fabric.barrier()
+        x, y = regression().tensors
+
+        def update() -> None:
+            fabric.backward(mse_loss(model(x[rank::2]).float(), y[rank::2]))
+            optimizer.step()
+            optimizer.zero_grad()
+
+        def now() -> dict[str, Tensor]:
+            state = fabric.strategy.get_module_state_dict(module if options else model.module)
+            return {name: value.clone() for name, value in state.items()}
+
+        update()
+        update()
+        before = now()
+        with pytest.raises(RuntimeError, match="Unexpected key"):
+            fabric.load(path, {"model": model})
+        fabric.load(path, {"model": model}, strict=False)
+        after = now()
+        update()
+        update()
+        return before, after, now()
+
+
+PARTS = [
+    pytest.param({"stage": 1}, TOLERANCE, id="stage 1"),
+    pytest.param({"stage": 2, "param_dtype": torch.bfloat16}, 5e-2, id="narrow"),
+    pytest.param({"stage": 3, "bucket_nbytes": 64}, TOLERANCE, id="stage 3"),
+    pytest.param({"stage": 3, "param_dtype": torch.bfloat16}, 5e-2, id="stage 3, narrow"),
+]
+
+
+@pytest.mark.parametrize(("options", "tolerance"), PARTS)
+def test_a_part_of_a_state_is_loaded_without_strict(tmp_path: Path, options: dict[str, Any], tolerance: float) -> None:
+    """What the state lacks keeps its masters, and everything its optimizer's state, as under DDP."""
+    wanted = run_ranks(_loads_a_part, 2, None, str(tmp_path / "part.ckpt"))[0]
+    before, after, trained = run_ranks(_loads_a_part, 2, {"backend": "eager", **options}, str(tmp_path / "part.ckpt"))[
+        0
+    ]
+    given = torch.load(tmp_path / "part.ckpt", weights_only=True)["model"]
+    assert furthest(after, {**before, "2.weight": given["2.weight"]}) == 0
+    assert furthest(trained, wanted[2]) < tolerance

@@ -4,6 +4,12 @@ DDP broadcasts all buffers at the start of a forward, if the backward of the for
 enabled, outside of no_sync. zc does so at the boundary of an update at the latest, which all ranks reach anyway. The
 values are the same, and a forward between two updates (an evaluation, perhaps on one rank alone) waits for no rank.
 
+What the program writes into a buffer after the boundary may differ from rank to rank, and DDP overwrites it in the
+next forward. So ranks that find a buffer written (another tensor, or counted by autograd) exchange buffers in that
+forward once more: rank 0 sends, the others wait for it. Where some ranks alone have written one, the next message shows
+it, or the watch finds ranks that wait for each other: an error on all ranks. Writes that autograd does not count
+(``buffer.data``) are not seen, and stay until the boundary.
+
 Rank 0 waits for other ranks at the boundary alone, until its messages have arrived: it may drop its model next, and
 gloo drops a message that the receiver has not asked for. It sends a copy, in host memory, to each of them. Its last
 message before an update is marked as the last. So ranks that call the model more often than rank 0 keep their buffers
@@ -20,12 +26,13 @@ then.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
+from zc import torch_private
 from zc.errors import RankMismatchError
 from zc.ranks.work import Work
 
@@ -34,6 +41,10 @@ if TYPE_CHECKING:
 
 _NOBODY, _EVERY_RANK, _WHO_HAS_TRAINED = range(3)  # for whom rank 0 sends its buffers
 _WHAT = "the buffers of rank 0 (zc.compile(broadcast_buffers=False) leaves each rank its own)"
+_TOGETHER = (
+    "Write buffers on all ranks, and rank 0's values count; or call zc.compile(broadcast_buffers=False). "
+    "(DistributedDataParallel lets all ranks wait for rank 0 before every forward)"
+)
 
 
 def has_buffers(model: nn.Module, own: Collection[str]) -> bool:
@@ -54,14 +65,21 @@ class BufferSync:
         self._has_trained = False  # whether this update had a forward with gradients
         self._has_ended = False  # whether rank 0 has reached the boundary of this update
         self._for_whom = _NOBODY  # the ranks that the buffers of rank 0's last message are for
+        self._is_first = True  # whether the next forward is the first since all ranks had the same buffers
+        self._was_due = True  # whether DDP would broadcast before that forward
+        self._as_they_were = self._now()
         self._sent: list[tuple[Work, list[Tensor]]] = []  # messages of rank 0 and their tensors, until they arrive
 
     def before_forward(self) -> None:
         runtime = self._runtime()
         if runtime is None:
             return
-        if self._is_due and not self._has_ended:
+        if self._is_first and self._was_due and (written := self._written()):
+            self._is_due = True
+            self._exchange(runtime, is_last=False, written=written)
+        elif self._is_due and not self._has_ended:
             self._exchange(runtime, is_last=False)
+        self._is_first = False
         self._is_due = torch.is_grad_enabled() and runtime.is_boundary
         self._has_trained |= torch.is_grad_enabled()
 
@@ -83,35 +101,55 @@ class BufferSync:
                 packed = _pack(buffers)
                 runtime.group.broadcast_(packed)
                 self._take(packed, buffers)
+        self._was_due = self._for_whom == _EVERY_RANK
         self._has_ended = self._is_due = self._has_trained = False
-        self._for_whom = _NOBODY
+        self._for_whom, self._is_first = _NOBODY, True
+        self._as_they_were = self._now() if self._was_due else {}
         while self._sent:
             self._sent.pop(0)[0].wait()
 
     def _by_device(self) -> dict[torch.device, list[Tensor]]:
         """The model's buffers by device, in one order on all ranks. The widest elements come first, so each buffer is
         aligned to its element size."""
-        model = self._model()
-        named = model.named_buffers() if model is not None else ()
         by_device: dict[torch.device, list[Tensor]] = {}
-        for buffer in sorted((b for name, b in named if name not in self._own), key=lambda b: -b.element_size()):
+        for buffer in sorted((buffer for _, buffer in self._named()), key=lambda b: -b.element_size()):
             by_device.setdefault(buffer.device, []).append(buffer)
         return dict(sorted(by_device.items(), key=lambda item: str(item[0])))
 
+    def _now(self) -> dict[str, tuple[weakref.ref[Tensor], int]]:
+        """Each buffer, and how often autograd has counted a write to it."""
+        return {name: (weakref.ref(buffer), _version(buffer)) for name, buffer in self._named()}
+
+    def _written(self) -> str:
+        """The first buffer that was written since all ranks had the same ones; "" for none."""
+        for name, buffer in self._named():
+            ref, version = self._as_they_were.get(name, (None, 0))
+            if ref is None or ref() is not buffer or version != _version(buffer):
+                return name
+        return ""
+
+    def _named(self) -> Iterator[tuple[str, Tensor]]:
+        model = self._model()
+        named = model.named_buffers() if model is not None else ()
+        return ((name, buffer) for name, buffer in named if name not in self._own)
+
     @torch.no_grad()
-    def _exchange(self, runtime: Runtime, *, is_last: bool) -> None:
+    def _exchange(self, runtime: Runtime, *, is_last: bool, written: str = "") -> None:
         """Sends or receives one message of rank 0: whether it is the update's last, and buffers if DDP would send
-        them."""
+        them. ``written``: a buffer that was written, where it is the message that follows writes."""
         group, by_device = runtime.group, self._by_device()
         nbytes = sum(b.nbytes for buffers in by_device.values() for b in buffers)
         for_whom = _EVERY_RANK if self._is_due else _NOBODY if self._has_trained else _WHO_HAS_TRAINED
-        head = torch.tensor([is_last, for_whom, nbytes], device="cpu")
+        head = torch.tensor([is_last, for_whom, nbytes, bool(written)], device="cpu")
         if group.rank == 0:
             packs = [_pack(buffers).cpu() for buffers in self._in_message(by_device, head)]
             self._sent.append((group.send_to_all([head, *packs], "sending its buffers"), [head, *packs]))
         else:
-            group.receive(head, _WHAT)
+            group.receive(
+                head, f"{_WHAT}, as {written} was written between two updates. {_TOGETHER}" if written else _WHAT
+            )
         self._has_ended, self._for_whom = bool(head[0]), int(head[1])
+        self._compare_writes(written, rank_0_has_written=bool(head[3]))
         model = self._model()
         if self._for_whom == _NOBODY or model is None or group.rank == 0:
             return
@@ -128,13 +166,28 @@ class BufferSync:
             group.receive(packed, _WHAT)
             self._take(packed, buffers)
 
+    def _compare_writes(self, written: str, *, rank_0_has_written: bool) -> None:
+        """Raises RankMismatchError if this rank or rank 0 alone has written buffers before its first forward. A rank
+        without one has nothing to compare."""
+        runtime = self._runtime()
+        rank_0_had_none = self._has_ended and self._for_whom == _WHO_HAS_TRAINED
+        if bool(written) == rank_0_has_written or rank_0_had_none or (self._is_first and not written):
+            return
+        assert runtime is not None and runtime.group.journal is not None, "there are several ranks"
+        rank = runtime.group.rank
+        who, other = (f"rank {rank} has written {written}", 0) if written else ("rank 0 has written a buffer", rank)
+        raise runtime.group.journal.fail(
+            RankMismatchError,
+            f"{who} between two updates, and rank {other} has written none. {_TOGETHER}",
+        )
+
     def _take(self, packed: Tensor, buffers: list[Tensor]) -> None:
         if self._for_whom == _EVERY_RANK or self._has_trained:
             _unpack(packed, buffers)
 
     def _in_message(self, by_device: dict[torch.device, list[Tensor]], head: Tensor) -> list[list[Tensor]]:
         """The buffers in the message with this head. After the last message, `receive_all` sends those on a GPU."""
-        is_last, for_whom, _ = head.tolist()
+        is_last, for_whom, *_ = head.tolist()
         return [buffers for device, buffers in by_device.items() if for_whom and (device.type == "cpu" or not is_last)]
 
     def _changed(self, model: nn.Module) -> str:
@@ -144,6 +197,10 @@ class BufferSync:
                 was = "was not there" if first is None else f"was {first[0]} {first[1]}"
                 return f" ({name} is {now[0]} {now[1]}, and {was} when the model was compiled)"
         return ""
+
+
+def _version(buffer: Tensor) -> int:
+    return 0 if buffer.is_inference() else torch_private.version(buffer)  # those of inference_mode have none
 
 
 def _pack(buffers: list[Tensor]) -> Tensor:

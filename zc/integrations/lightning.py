@@ -22,12 +22,11 @@ from zc import torch_private
 from zc.api import compile as zc_compile
 from zc.api import make_call, no_sync
 from zc.checkpoint.export import full_optimizer_state
-from zc.checkpoint.save_load import load_state_dict
 from zc.closing import close
 from zc.errors import PlanError
 from zc.guards import NotForDDP
 from zc.integrations.packages import needed, seam
-from zc.integrations.whole import shards_weights, whole_weights
+from zc.integrations.whole import load_masters, shards_weights, whole_weights
 from zc.recompile import recompile
 from zc.registry import COMPILED, sharded
 
@@ -114,7 +113,7 @@ class ZcStrategy(_TrainerDDP):
         if type(module).forward is _Module.forward:
             _compile_children(module)
         if any(param.dtype != self._masters.get(name, param).dtype for name, param in module.named_parameters()):
-            load_state_dict(module, list(self.optimizers), {"model": self._masters})
+            load_masters(module, self._masters)
         self._masters = {}
         self.precision_plugin.main_params = lambda optimizer: iter(_params_of(module, _unwrap(optimizer)))
 
@@ -179,22 +178,9 @@ class ZcFabricStrategy(_FabricDDP):
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         return full_optimizer_state(_model_of(optimizer), optimizer) or {}
 
-    def load_checkpoint(
-        self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
-    ) -> dict[str, Any]:
-        """Loads modules before optimizers, because loading a module's masters resets the optimizer."""
-        if not isinstance(state, dict):
-            return dict(super().load_checkpoint(path, state, strict, weights_only))
-        ordered = dict(sorted(state.items(), key=lambda item: not isinstance(item[1], nn.Module)))
-        left = super().load_checkpoint(path, ordered, strict, weights_only)
-        state.update(ordered)
-        return dict(left)
-
     def load_module_state_dict(self, module: nn.Module, state_dict: Mapping[str, Any], strict: bool = True) -> None:
         super().load_module_state_dict(module, dict(state_dict), strict=strict)
-        sharded_model = COMPILED.get(module)
-        if sharded_model is not None and any(bucket.has_master for bucket in sharded_model.runtime.plan.buckets):
-            load_state_dict(module, sharded_model.container, {"model": state_dict})
+        load_masters(module, state_dict)
 
     def clip_gradients_norm(
         self,
@@ -212,9 +198,7 @@ class ZcFabricStrategy(_FabricDDP):
         raise PlanError("clip_val is not supported: gradients are sharded. fabric.clip_gradients(..., max_norm=...) is")
 
 
-def _store_groups(
-    callback: Any, module: nn.Module, number: int, num_groups: int, groups: list[dict[str, Any]]
-) -> None:
+def _store_groups(callback: Any, module: nn.Module, number: int, num_groups: int, groups: list[dict[str, Any]]) -> None:
     """Replaces ``callback._store``, which BaseFinetuning calls at the start of each epoch, after it has unfrozen
     layers."""
     planned = sharded(module).runtime.params

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from zc.checkpoint.export import gather_parts
-from zc.checkpoint.save_load import synchronized
+from zc.checkpoint.save_load import load_state_dict, synchronized
 from zc.checkpoint.state import state_of
 from zc.registry import COMPILED
 from zc.whole import full_state_dict
@@ -49,6 +49,24 @@ def whole_weights(model: nn.Module) -> dict[str, Any]:
     for one in sharded_model.optimizers:
         whole = gather_parts(sharded_model, one, shards, "the fp32 masters")
         masters.update({name: values["master"] for name, values in whole.items()})
-    firsts = {id(param): name for name, param in model.named_parameters()}  # a tied weight has one master
-    names = {name: firsts[id(param)] for name, param in model.named_parameters(remove_duplicate=False)}
+    names = _first_names(model)
     return {key: masters.get(names.get(key, ""), value) for key, value in state.items()}
+
+
+def load_masters(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """The fp32 masters take what narrower parameters have lost of ``weights``, a state that ``model.load_state_dict``
+    has loaded: with ``strict=False`` it may lack names and have others. Optimizer states, and masters that are not in
+    it, stay. Every rank calls it; gradients are dropped."""
+    sharded_model = COMPILED.get(model)
+    if sharded_model is None or not any(bucket.has_master for bucket in sharded_model.runtime.plan.buckets):
+        return
+    synchronized(model, sharded_model.container)
+    state, names = state_of(model, sharded_model), _first_names(model)
+    state["model"].update({names[name]: value for name, value in weights.items() if name in names})
+    load_state_dict(model, sharded_model.container, state)
+
+
+def _first_names(model: nn.Module) -> dict[str, str]:
+    """The name that each parameter's master has, by all names: a tied weight has one master."""
+    firsts = {id(param): name for name, param in model.named_parameters()}
+    return {name: firsts[id(param)] for name, param in model.named_parameters(remove_duplicate=False)}

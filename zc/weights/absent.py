@@ -98,9 +98,11 @@ class AbsentParameter(nn.Parameter):
 
 class AbsentView(Tensor):
     """A view of an AbsentParameter, ``param``. Code reads its shape, and hooks and code like DDP its ``grad_fn``, which
-    leads to the parameter's own node, but no element."""
+    leads to the parameter's own node, but no element. ``is_old``: it was made of a whole parameter, and has the values
+    of before an update, where a view in plain PyTorch would have the new ones."""
 
     param: nn.Parameter
+    is_old = False
 
     @classmethod
     def __torch_function__(
@@ -140,15 +142,19 @@ def _call(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _lend_views(output: Any, params: list[AbsentParameter]) -> Any:
     """Returns ``output``. Where it is a view of a whole parameter, its ``data`` or its array may be written without a
-    count."""
-    storages: set[int] = set()
+    count, and it must not be read after an update."""
+    storages: dict[int, Tensor] = {}
     with torch_private.without_torch_function():
         for leaf in torch_private.tensors_in(output):
             if isinstance(leaf, Tensor):
                 with contextlib.suppress(NotImplementedError):  # sparse, or a wrapper of torch.func: they have no array
-                    storages.add(torch_private.storage_number(leaf))
-        lent = [param for param in params if torch_private.storage_number(param) in storages]
-    _can_read(_DATA.__get__, lent)
+                    storages[torch_private.storage_number(leaf)] = leaf
+        lent = [(param, storages.get(torch_private.storage_number(param))) for param in params] if storages else []
+    for param, view in lent:
+        owner = _OWNERS.get(param)
+        if view is not None and owner is not None:
+            owner.read(param, True)
+            owner.keep_view(view, param)
     return output
 
 
@@ -196,6 +202,13 @@ def _extent(tensor: Tensor) -> int:
 
 
 def _refuse_view(func: Any, view: AbsentView) -> None:
+    if view.is_old:
+        raise ZcError(
+            f"{getattr(func, '__name__', func)} reads a view of a parameter of shape {tuple(view.param.shape)} that "
+            f"was made before the last update, and has the values of that time: with {_why(view.param)} the parameter "
+            "has got other memory since. Make the view again from the parameter, or keep a copy (.clone()) for the "
+            "values of before"
+        )
     raise ZcError(f"{getattr(func, '__name__', func)} reads a view of a parameter {_way_out(view.param)}")
 
 
@@ -269,6 +282,9 @@ class Absent:
         self._get_bytes, self._load = weakref.WeakMethod(get_bytes), weakref.WeakMethod(load)
         # weak: `_OWNERS` keeps this object as long as any of its parameters lives
         self._params: list[weakref.ref[nn.Parameter]] = []
+        self._views: list[
+            tuple[weakref.ref[Tensor], weakref.ref[nn.Parameter]]
+        ] = []  # made since the last update, of whole ones
 
     def add(self, params: Iterable[nn.Parameter]) -> None:
         """From now on a read of these parameters is refused or gathers their bytes. Skips empty parameters."""
@@ -300,6 +316,20 @@ class Absent:
     def read(self, param: nn.Parameter, is_raw: bool) -> bool:
         get_bytes = self._get_bytes()
         return get_bytes is None or get_bytes(param, is_raw)
+
+    def keep_view(self, view: Tensor, param: nn.Parameter) -> None:
+        """``view`` was made of a whole parameter."""
+        if type(view) is Tensor:  # not the parameter itself
+            self._views.append((weakref.ref(view), weakref.ref(param)))
+
+    def end_views(self) -> None:
+        """The parameters get other values: who has kept a view is told so when it is read."""
+        for of_view, of_param in self._views:
+            view: Any = of_view()
+            param = of_param()
+            if view is not None and param is not None:
+                view.__class__, view.param, view.is_old = AbsentView, param, True
+        self._views.clear()
 
     def load(self, param: nn.Parameter, value: Tensor) -> bool:
         load = self._load()

@@ -231,6 +231,8 @@ class ShardedWeights(Part):
         eager = [param for index in frozen for _, param in core.params_in(core.plan.bucket(index))]
         torch.autograd.graph.increment_version(eager)
         # a backward through a forward of before fails by these versions, as in PyTorch
+        self.absent.end_views()
+        self.whole.say_kept_views(buckets)
         self.whole.free([*buckets, *frozen])
 
     def synchronize(self) -> None:

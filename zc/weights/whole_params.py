@@ -122,6 +122,22 @@ class WholeParams(Part):
         self._said.update(self._reasons)
         self._reasons.clear()
 
+    def say_kept_views(self, buckets: Iterable[int]) -> None:
+        """Says once if memory of whole parameters of ``buckets`` has other users while the weights become new ones."""
+        core = self.core
+        for bucket in map(core.plan.bucket, sorted(self.buckets.intersection(buckets))):
+            for slot, param in core.params_in(bucket):
+                with torch_private.without_torch_function():
+                    count = torch_private.num_sharing(param)  # itself, and the question's
+                if count > 2:
+                    core.say_once(
+                        f"{core.plan.why_sharded}: something that shares memory with {slot.name} outlives the update: "
+                        "a view that the program has kept, or the graph of a loss without its backward. It has the "
+                        "values of before, where a plain model's view would have the new ones, and its memory stays "
+                        "beside weight_nbytes"
+                    )
+                    return
+
     def gathered_once(self, index: int, *, is_exact: bool = True) -> Tensor:
         """[P]: the whole weights of one bucket, in memory of their own. All ranks call it. Without ``is_exact`` they
         travel encoded where those of a forward do."""

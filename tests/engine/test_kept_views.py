@@ -1,0 +1,76 @@
+"""Stage 3: views of weights that a forward has made, and the program reads after an update. In plain PyTorch they have
+the new values; here they are refused by name, or said."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zc
+
+X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+
+
+class Keeping(nn.Module):
+    """``before``: a view that the forward has kept, made by ``how``."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.layer, self.how, self.before = nn.Linear(8, 4), how, []
+
+    @torch.compiler.disable
+    def keep(self) -> None:
+        weight = self.layer.weight
+        made = {"detach": weight.detach, "data": lambda: weight.data, "row": lambda: weight[1], "t": weight.t}
+        self.before.append(made[self.how]())
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.keep()
+        out: Tensor = self.layer(x)
+        return out
+
+
+def trained(net: Keeping, backend: str) -> tuple[Keeping, torch.optim.Optimizer]:
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    zc.compile(net, optimizer, stage=3, backend=backend)
+    net(X).square().mean().backward()
+    return net, optimizer
+
+
+@pytest.mark.parametrize("how", ["detach", "data", "row", "t"])
+def test_a_view_that_outlives_an_update_is_refused_by_name(how: str) -> None:
+    net, optimizer = trained(Keeping(how), "eager")
+    wanted = net.layer.weight.detach().sum() if how != "row" else net.layer.weight[1].sum()
+    assert net.before[0].sum() == wanted, "before the update it has the values"
+    kept, copy = net.before[0], net.before[0].clone()
+    with pytest.warns(UserWarning, match="shares memory with layer.weight outlives the update"):
+        optimizer.step()
+    assert kept.shape == copy.shape, "what reads no element is answered"
+    with pytest.raises(zc.ZcError, match=r"shape \(4, 8\) that was made before the last update"):
+        kept.sum()
+    assert copy.sum() == wanted
+    optimizer.zero_grad()
+    net(X).square().mean().backward()  # the next forward makes it again
+    assert net.before[1].sum().isfinite()
+    zc.close(net)
+
+
+def test_a_view_that_nobody_keeps_is_nobodys_matter(recwarn: pytest.WarningsRecorder) -> None:
+    net, optimizer = trained(Keeping("detach"), "eager")
+    for _ in range(2):
+        net.before.clear()
+        optimizer.step()
+        optimizer.zero_grad()
+        net(X).square().mean().backward()
+    assert not [str(w.message) for w in recwarn if "outlives the update" in str(w.message)]
+    zc.close(net)
+
+
+def test_code_between_compiled_parts_is_told() -> None:
+    """It finds plain parameters, so a view is told from nothing else."""
+    net, optimizer = trained(Keeping("detach"), "aot_eager")
+    with pytest.warns(UserWarning, match="shares memory with layer.weight outlives the update"):
+        optimizer.step()
+    assert "outlives the update" in str(zc.explain(net))
+    zc.close(net)
