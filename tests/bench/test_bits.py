@@ -16,7 +16,7 @@ FINE = {"losses": ["a", "b"], "norms": ["c"], "weights": "d"}
 
 
 def recorded(**cases: dict[str, Any]) -> dict[str, Any]:
-    return {"cases": {name.replace("_", " "): case for name, case in cases.items()}}
+    return {"arithmetic": {"sum": "x"}, "cases": {name.replace("_", " "): case for name, case in cases.items()}}
 
 
 def test_a_digest_sees_each_bit_and_what_it_belongs_to() -> None:
