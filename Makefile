@@ -1,4 +1,4 @@
-# make demo | api | check | test | test-full | test-torch | test-integrations | fuzz | lint | types | bench | bench-quick | bench-scale | bench-peers | tables | models-table | gpu-test | gpu-bench | venv | clean
+# make demo | api | check | test | test-full | test-device | test-torch | test-integrations | fuzz | lint | types | bench | bench-quick | bench-scale | bench-peers | tables | models-table | gpu-test | gpu-first | gpu-more | gpu-bench | venv | clean
 #
 # Without an override, .venv is made and torch $(TORCH_VERSION) and the rest are installed in it. With one,
 # `make test PYTHON=$(which python)`, that environment is used as it is: only zc itself is installed into it, without
@@ -19,7 +19,7 @@ PY := $(if $(findstring /,$(PYTHON)),$(abspath $(PYTHON)),$(PYTHON))
 STAMP := build/installed$(subst /,-,$(PYTHON))
 endif
 
-.PHONY: demo api check test test-full test-torch test-integrations fuzz lint types bench bench-quick bench-scale bench-peers tables models-table gpu-test gpu-bench venv clean
+.PHONY: demo api check test test-full test-device test-torch test-integrations fuzz lint types bench bench-quick bench-scale bench-peers tables models-table gpu-test gpu-first gpu-more gpu-bench venv clean
 
 demo: $(STAMP)
 	$(PY) -m bench.demo --out out/demo $(ARGS)
@@ -40,6 +40,10 @@ test: $(STAMP)
 # All cases of what `make test` samples, 200 kills, elastic agents: hours.
 test-full: $(STAMP)
 	ZC_TESTS=full $(PY) -m pytest tests -o faulthandler_timeout=0 $(ARGS)
+
+# Everything on the simulated device (tests/simulated_device): 1, 2 and 4 ranks, delays, and what is taken out of zc.
+test-device: $(STAMP)
+	ZC_TESTS=full $(PY) -m pytest tests/simulated_device $(ARGS)
 
 # The suite against any torch: `make test-torch TORCH_VERSION=2.15.0 ARGS="tests/passes tests/plan"`. In an environment of its own,
 # build/torch-2.15.0; what ran comes into docs/versions.md.
@@ -87,6 +91,14 @@ tables: $(STAMP)
 # pytest 8 does not know a key of ours: no --strict-config
 gpu-test: $(STAMP)
 	$(PY) -m pytest -o addopts=-ra tests/gpu $(ARGS)
+
+# Ten minutes and thirty: what says most first; a page and a JSON in out/gpu. They need torch and pytest alone:
+# `python tests/gpu/first.py` does the same without make.
+gpu-first: $(STAMP)
+	$(PY) tests/gpu/first.py $(ARGS)
+
+gpu-more: $(STAMP)
+	$(PY) tests/gpu/first.py --more $(ARGS)
 
 gpu-bench: $(STAMP)
 	$(PY) -m bench.gpu $(ARGS)

@@ -161,8 +161,11 @@ class WholeParams(Part):
             for bucket in map(core.plan.bucket, sorted(self.buckets)):
                 if not self._is_counted(bucket) and not self._is_unseen(bucket):
                     continue
-                # a shard's elements say nothing of the whole parameters that its rank updates, its owners'
-                if bucket.layout.owners is None and not self._is_written(bucket):
+                # A shard's elements say nothing of the whole parameters that its rank updates, its owners'. On a device
+                # the host would wait for the answer, and `write_value` takes only what differs; with offload the host
+                # waits for it anyway.
+                asks = bucket.device.type == "cpu" or core.plan.offload is not None
+                if asks and bucket.layout.owners is None and not self._is_written(bucket):
                     continue
                 came = self._encoded.get(bucket.index)
                 for slot, param in core.params_in(bucket):

@@ -1,0 +1,330 @@
+"""Training with zc on the simulated device, and what plain PyTorch trains on the CPU from the same batches.
+
+A scenario is one loop. `train` is a job for ranks: what was seen of the loop there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+NUM_STEPS = 4
+CLIP = 0.5
+WIDE = 5e-2  # of weights in bf16
+TOLERANCE = 2e-5  # of fp32; the sums of two ranks have another order than the reference's
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """``clips``: whose function, "" for none. ``loop``: on which streams its parts run, or what else it does (`_Loop`).
+    ``late``: microseconds before each task by kind of stream, from the second step on. ``is_other``: the model is on
+    the device that is not current."""
+
+    stage: int = 2
+    backend: str = "eager"
+    model: str = "gpt_untied"
+    loop: str = "plain"
+    options: dict[str, Any] = field(default_factory=dict)
+    num_microbatches: int = 2
+    clips: str = "torch"
+    late: dict[str, int] = field(default_factory=dict)
+    jitter: int = 0
+    seed: int = 0
+    is_other: bool = False
+
+    @property
+    def offloads(self) -> bool:
+        return "offload" in self.options
+
+    def __str__(self) -> str:
+        plain = Scenario()
+        changed = {k: v for k, v in vars(self).items() if v != getattr(plain, k) or k in ("stage", "backend")}
+        return re.sub(r"[^\w=.+-]+", "-", "+".join(f"{k}={v}" for k, v in changed.items())).strip("-")
+
+
+class Seen(NamedTuple):
+    """Of one rank. ``worst``: the largest difference to the reference, and where; NaN is wrong, too. ``waits`` and
+    ``sides``: how often the host waited, and memory was allocated on a side stream, in the last step: by phase and
+    operator."""
+
+    races: list[str]
+    worst: tuple[float, str]
+    is_wrong: bool
+    waits: dict[tuple[str, str], int]
+    sides: dict[tuple[str, str], int]
+
+
+class Branches(nn.Module):
+    """Two layers on two streams, as eager code may have them."""
+
+    def __init__(self, dim: int = 16) -> None:
+        super().__init__()
+        self.first, self.second, self.last = (nn.Linear(dim, dim) for _ in range(3))
+        self.side: list[torch.Stream] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.device.type == "cpu":
+            return self.last(torch.tanh(self.first(x)) + torch.tanh(self.second(x)))
+        current = torch.accelerator.current_stream(x.device)
+        self.side = self.side or [torch.Stream(x.device)]
+        self.side[0].wait_stream(current)
+        with self.side[0]:
+            one = torch.tanh(self.first(x))
+        other = torch.tanh(self.second(x))
+        current.wait_stream(self.side[0])
+        one.record_stream(current)
+        return self.last(one + other)
+
+
+class Clamped(nn.Module):
+    """Reads a weight in eager code, and writes it in its forward."""
+
+    def __init__(self, dim: int = 16) -> None:
+        super().__init__()
+        self.weight, self.last = nn.Parameter(torch.randn(dim, dim) / 4), nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.clamp_(-0.2, 0.2)
+        return self.last(torch.tanh(x @ self.weight))
+
+
+def _case(name: str) -> Any:
+    import models
+
+    for own, make in (("branches", Branches), ("clamped", Clamped)):
+        models.CASES.setdefault(own, models.Case(make, models.vectors(), models.mean_square))
+    return models.CASES[name]
+
+
+def _optimizer(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+
+def _reference(model: nn.Module, case: Any, world_size: int, scenario: Scenario) -> dict[str, Tensor]:
+    """The parameters that plain PyTorch trains from all ranks' batches, on the CPU."""
+    optimizer = _optimizer(model.parameters())
+    for step in range(NUM_STEPS):
+        for rank in range(world_size):
+            for microbatch in range(scenario.num_microbatches):
+                (case.loss(model, case.batch(rank, step, microbatch)) / world_size).backward()
+        if scenario.clips:
+            nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: param.detach().clone() for name, param in model.named_parameters()}
+
+
+class _Loop:
+    """``home`` is the stream that is current when the loop starts. Whatever runs on another stream is ordered as plain
+    PyTorch needs it, and no more."""
+
+    def __init__(self, scenario: Scenario, model: nn.Module, optimizer: Any, case: Any, device: torch.device) -> None:
+        self.kind, self.scenario, self.case, self.device = scenario.loop, scenario, case, device
+        self.model, self.optimizer = model, optimizer
+        self.home = torch.accelerator.current_stream(device)
+        self.side, self.third = torch.Stream(device), torch.Stream(device)
+        self.scaler = torch.amp.GradScaler("sim", init_scale=64.0) if self.kind == "scaler" else None
+
+    def run_step(self, rank: int, step: int) -> None:
+        import simulated
+
+        import zc
+
+        last = self.scenario.num_microbatches - 1
+        for microbatch in range(self.scenario.num_microbatches):
+            with simulated.phase("batch"):
+                host = self.case.batch(rank, step, microbatch)
+                batch = tuple(part.contiguous().pin_memory().to(self.device, non_blocking=True) for part in host)
+            skips = self.kind == "no_sync" and microbatch < last
+            with zc.no_sync(self.model) if skips else contextlib.nullcontext():
+                self._forward_and_backward(batch)
+        # plain PyTorch's zero_grad queues nothing, so there is no need to order its stream
+        is_apart = self.kind == "update on a side"
+        with self._on(self.side if is_apart else None):
+            with simulated.phase("clip"):
+                self._clip()
+            with simulated.phase("update"):
+                if self.scaler is not None:
+                    self.scaler.step(self.optimizer)
+                    self.scaler.update()
+                else:
+                    self.optimizer.step()
+            with simulated.phase("zero_grad"), self.third if is_apart else contextlib.nullcontext():
+                self.optimizer.zero_grad()
+        if self.kind == "cleared between":
+            self._forward_and_backward(batch)
+            with simulated.phase("zero_grad"):
+                self.optimizer.zero_grad()
+        if self.kind == "evaluation":
+            with simulated.phase("evaluation"), torch.no_grad():
+                with self._on(self.side):
+                    self.case.loss(self.model, batch)
+                self.case.loss(self.model, batch)
+        if self.kind == "state":
+            with simulated.phase("state"):
+                zc.full_state_dict(self.model)
+                self.model.state_dict()
+
+    def _clip(self) -> None:
+        import zc
+
+        if self.scaler is not None:
+            self.scaler.unscale_(self.optimizer)
+        if self.kind == "norms on two streams":
+            with self._on(self.side):
+                grads = [param.grad for param in self.model.parameters() if param.grad is not None]
+                torch.stack([grad.norm() for grad in grads] + [grad.mean() for grad in grads])
+        if self.scenario.clips == "zc":
+            zc.clip_grad_norm_(self.model, CLIP)
+        elif self.scenario.clips == "torch":
+            nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
+
+    def _forward_and_backward(self, batch: Any) -> None:
+        import simulated
+
+        forwards = {"forward on a side": self.side, "backward on a third": self.side}
+        with simulated.phase("forward"), self._on(forwards.get(self.kind)):
+            loss = self.case.loss(self.model, batch)
+            if self.scaler is not None:
+                loss = self.scaler.scale(loss)
+        third = self.third if self.kind == "backward on a third" else None
+        # autograd orders what it runs behind the forward, so the calling stream may be any
+        elsewhere = self.third if self.kind == "backward from elsewhere" else contextlib.nullcontext()
+        with simulated.phase("backward"), self._on(third), elsewhere:
+            loss.backward()
+
+    @contextlib.contextmanager
+    def _on(self, stream: torch.Stream | None) -> Iterator[None]:
+        if stream is None:
+            yield
+            return
+        stream.wait_stream(self.home)
+        with stream:
+            yield
+        self.home.wait_stream(stream)
+
+
+def _name_buffers(model: nn.Module) -> None:
+    """For reports of races."""
+    import simulated
+
+    import zc
+
+    buffers = zc.registry.sharded(model).runtime.buffers
+    for part in (buffers, buffers.ring):
+        for name, tensors in vars(part).items():
+            for k, tensor in enumerate(tensors if isinstance(tensors, list) else ()):
+                if isinstance(tensor, Tensor) and tensor.numel():
+                    simulated.install().set_name(tensor, f"{name}[{k}]")
+
+
+def train(rank: int, world_size: int, scenario: Scenario) -> Seen:
+    """Job. Every number is compared on every rank."""
+    import simulated
+
+    import zc
+
+    compiled, case = simulated.install(), _case(scenario.model)
+    torch.manual_seed(0)
+    device = torch.device("sim", (rank + scenario.is_other) % compiled.num_devices)
+    plain = case.model()
+    expected = _reference(copy.deepcopy(plain), case, world_size, scenario)
+    model = plain.to(device)
+    optimizer = _optimizer(model.parameters())
+    options = dict(scenario.options)
+    if options.pop("hosts", None):
+        os.environ["GROUP_RANK"] = str(rank * 2 // world_size)
+    options.setdefault("bucket_nbytes", 2000)
+    zc.compile(model, optimizer, stage=scenario.stage, backend=scenario.backend, **options)
+    os.environ.pop("GROUP_RANK", None)
+    _name_buffers(model)
+    before: tuple[dict[Any, int], dict[Any, int]] = ({}, {})
+    with contextlib.ExitStack() as stack:
+        loop = _Loop(scenario, model, optimizer, case, device)
+        if scenario.loop == "all on a side":
+            stack.enter_context(loop._on(loop.side))
+        for step in range(NUM_STEPS):
+            if step == 1:
+                stack.enter_context(simulated.late(scenario.late, scenario.jitter, scenario.seed))
+            if step == NUM_STEPS - 1:
+                before = compiled.host_waits(), compiled.side_allocations()
+            loop.run_step(rank, step)
+        waits, sides = (_more(now, then) for now, then in zip(_counts(compiled), before, strict=True))
+        if scenario.loop == "dropped":
+            _drop(loop, model, optimizer, rank)
+            del loop, model, optimizer, plain
+            for _ in range(2):  # the first frees the model, which is in a cycle: only then zc lets go of the rest
+                gc.collect()
+            others = [torch.full((numel,), 7.0, device=device) for numel in (64, 256, 500) for _ in range(8)]
+            del others
+    simulated.synchronize()
+    worst = (0.0, "nothing is left to compare")
+    if scenario.loop != "dropped":
+        worst = _difference(model, expected, scenario.stage)
+        if scenario.loop == "closed":
+            zc.close(model)
+        del model, optimizer, plain
+    gc.collect()
+    simulated.synchronize()
+    compiled_error = compiled.error()
+    assert not compiled_error, compiled_error
+    tolerance = WIDE if "param_dtype" in options else TOLERANCE
+    return Seen([str(race) for race in simulated.races()], worst, not worst[0] < tolerance, waits, sides)
+
+
+def _counts(compiled: Any) -> tuple[dict[Any, int], dict[Any, int]]:
+    return compiled.host_waits(), compiled.side_allocations()
+
+
+def _more(now: dict[Any, int], then: dict[Any, int]) -> dict[Any, int]:
+    return {key: n - then.get(key, 0) for key, n in now.items() if n > then.get(key, 0)}
+
+
+def _difference(model: nn.Module, expected: dict[str, Tensor], stage: int) -> tuple[float, str]:
+    import zc
+
+    zc.synchronize(model)
+    with zc.whole_parameters(model) if stage == 3 else contextlib.nullcontext():
+        values = {name: param.detach().cpu() for name, param in model.named_parameters()}
+    assert values.keys() == expected.keys()
+    differences = [(float((values[name] - value).abs().max()), name) for name, value in expected.items()]
+    return max(differences, key=lambda pair: (pair[0] != pair[0], pair[0]))  # NaN before all numbers
+
+
+def _drop(loop: _Loop, model: nn.Module, optimizer: Any, rank: int) -> None:
+    """The program lets go of a model whose backward is under way, and its memory comes to somebody else."""
+    import simulated
+
+    with simulated.phase("last backward"):
+        batch = tuple(
+            p.contiguous().pin_memory().to(loop.device, non_blocking=True) for p in loop.case.batch(rank, 99, 0)
+        )
+        loop.case.loss(model, batch).backward()
+    loop.model = loop.optimizer = None  # type: ignore[assignment]
+    del model, optimizer
+
+
+def train_all(rank: int, world_size: int, scenarios: list[Scenario]) -> list[Seen]:
+    """Job: one after the other."""
+    import simulated
+    from rank_process import collect
+
+    seen = []
+    for scenario in scenarios:
+        collect()
+        simulated.install().clear()
+        try:
+            seen.append(train(rank, world_size, scenario))
+        except Exception as error:
+            raise RuntimeError(f"scenario {scenario}") from error
+    return seen

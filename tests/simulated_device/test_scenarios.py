@@ -1,0 +1,94 @@
+"""zc trains what plain PyTorch trains, on a device that is late wherever it may be, and nothing that it does races.
+
+`make test` runs a cover, `make test-device` all.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+from device_ranks import needs_device, run_on_device
+from scenarios import Scenario, Seen, train
+from tiers import FULL
+
+pytestmark = [needs_device, pytest.mark.filterwarnings("ignore")]
+
+HOST, OVERLAP = {"offload": "cpu"}, {"overlap_gather": True}
+ONE = {"bucket_nbytes": 100_000}  # one bucket
+STREAMS = ("forward on a side", "backward on a third", "all on a side", "update on a side", "backward from elsewhere")
+OTHERS = ("no_sync", "evaluation", "state", "scaler", "closed", "dropped", "cleared between", "norms on two streams")
+LATE = tuple({kind: 1000} for kind in ("default", "high", "side", "group"))
+
+COVER: dict[int, list[Scenario]] = {
+    1: [
+        Scenario(stage=1, loop="backward on a third", clips="zc"),
+        Scenario(stage=3, model="branches", loop="scaler"),
+        Scenario(stage=3, clips="zc"),
+        Scenario(stage=3, backend="aot_eager", options=HOST, model="mlp"),
+    ],
+    2: [
+        Scenario(stage=1, backend="aot_eager", options=OVERLAP, model="mlp", late={"group": 1000}),
+        Scenario(stage=1, model="branches", options=ONE, jitter=500),
+        Scenario(stage=2, options=HOST, loop="forward on a side", clips="zc"),
+        Scenario(stage=2, model="branches", loop="update on a side", late={"high": 1000}),
+        Scenario(stage=2, loop="dropped", late={"group": 1000}),
+        Scenario(stage=3, model="clamped", late={"default": 300}),
+        Scenario(stage=3, model="mlp", loop="all on a side", is_other=True, late={"default": 300}),
+        Scenario(stage=3, backend="aot_eager", model="mlp", loop="evaluation", late={"group": 1000}),
+    ],
+}
+
+
+def _all(world_size: int) -> Iterator[Scenario]:
+    """Four ranks on two cores are slow: of each stage a few."""
+    yield from COVER.get(world_size, ())
+    stages = (1, 2, 3)
+    backends = ("eager",) if world_size == 4 else ("eager", "aot_eager")
+    for stage, backend, options in itertools.product(stages, backends, ({}, HOST, OVERLAP)):
+        if not (stage == 3 and options is OVERLAP):
+            yield Scenario(stage, backend, options=options, jitter=300, seed=1)
+    if world_size == 4:
+        for stage in stages:
+            yield Scenario(stage, "eager", options={"hosts": 2}, late={"group": 1000})
+        return
+    for stage, loop in itertools.product(stages, (*STREAMS, *OTHERS)):
+        yield Scenario(stage, "eager", "mlp", loop, clips="zc", jitter=300, seed=2)
+    for stage, backend, late in itertools.product(stages, backends, LATE):
+        yield Scenario(stage, backend, "mlp", late=late, num_microbatches=3)
+    for stage, loop, seed in itertools.product(stages, ("plain", *STREAMS), (3,)):
+        if loop != "all on a side":
+            yield Scenario(stage, "eager", "branches", loop, options=ONE, jitter=500, seed=seed)
+            yield Scenario(stage, "eager", "branches", loop, late={"side": 1000}, seed=seed)
+    for stage, options in itertools.product(stages, ({}, HOST)):
+        yield Scenario(stage, "eager", "gpt_reentrant", options=options, jitter=300, is_other=True)
+        yield Scenario(stage, "eager", "clamped", options=options, jitter=300)
+        yield Scenario(stage, "aot_eager", "graph_break", options=options, jitter=300)
+        yield Scenario(stage, "aot_eager", "unused", "dropped", options=options, late={"high": 1000})
+
+
+ALL = {
+    world_size: list({str(scenario): scenario for scenario in _all(world_size)}.values()) for world_size in (1, 2, 4)
+}
+
+
+def judge(world_size: int, scenario: Scenario, seen: list[Seen]) -> None:
+    for rank, each in enumerate(seen):
+        assert not each.races, f"rank {rank}: " + "\n".join(each.races[:5])
+        assert not each.is_wrong, f"rank {rank}: {each.worst[1]} differs by {each.worst[0]} from plain PyTorch's"
+        # GradScaler asks the device whether the step was skipped
+        waits = {
+            key: n for key, n in each.waits.items() if scenario.loop != "scaler" or key != ("update", "aten::item")
+        }
+        if not scenario.offloads and scenario.loop != "state":
+            assert not waits, f"rank {rank}: the host waits for the device in a step: {waits}"
+
+
+@pytest.mark.parametrize(
+    ("world_size", "scenario"),
+    [(n, scenario) for n, chosen in (ALL if FULL else COVER).items() for scenario in chosen],
+    ids=str,
+)
+def test_a_scenario(world_size: int, scenario: Scenario) -> None:
+    judge(world_size, scenario, run_on_device(train, world_size, scenario))
