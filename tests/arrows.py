@@ -19,7 +19,7 @@ ARROWS = {
     "schedule": ("only: planning errors torch_private", "what is proved must not depend on what runs it"),
     "passes": ("torch.distributed engine ranks compiler optim offload checkpoint report root", "all ranks, one graph"),
     "ranks": ("passes engine compiler optim offload checkpoint report root", "how ranks meet is not what they train"),
-    "engine": ("compiler optim offload checkpoint report root", "a gradient's path runs without wings and compiler"),
+    "engine": ("weights compiler optim offload checkpoint report root", "a gradient's path runs without wings"),
     "weights": ("compiler optim offload checkpoint report root", "who reads a weight does not matter to it"),
     "compiler": ("optim offload checkpoint report root", "a graph knows no optimizer"),
     "optim": ("compiler checkpoint report root", "an update compiles, saves and prints nothing"),

@@ -18,7 +18,7 @@ from zc import guards, torch_private
 from zc.checkpoint import state_marks, stock_state
 from zc.checks import check_initialized, is_on_cpu, left_to_ranks
 from zc.compiler import backend as compiler
-from zc.compiler.blocks import Blocks, Context, compile_blocks
+from zc.compiler.blocks import Blocks, compile_blocks
 from zc.config import OPTIONS
 from zc.engine.buffer_sync import BufferSync, has_buffers
 from zc.engine.buffers import Buffers
@@ -37,9 +37,7 @@ from zc.prepare import Request, fingerprint, notes_of, resolve
 from zc.ranks.group import Group
 from zc.ranks.mesh import ranks_of
 from zc.registry import COMPILED, is_ours, sharded
-from zc.weights.model_passes import forward_of
-from zc.weights.overlap_gather import WeightGather
-from zc.weights.sharded_weights import ShardedWeights
+from zc.weights import make_weights
 
 
 def compile(  # noqa: A001  (the name users know from torch.compile)
@@ -191,7 +189,7 @@ def _make_runtime(request: Request, ranks: Group) -> Runtime:
     if plan.has_levels:
         ranks.shard.open_levels()
     buffers, params = Buffers(plan, ranks.shard.rank), dict(request.assignment.params)
-    runtime = Runtime(request.config, buffers, ranks, make_streams(device), params)
+    runtime = Runtime(request.config, buffers, ranks, make_streams(device), params, make_weights)
     runtime.frozen = {n: p for n, p in request.model.named_parameters() if n not in params}
     in_buckets = plan.slot_of()
     runtime.placed.update({n: p for n, p in runtime.frozen.items() if n in in_buckets})
@@ -208,18 +206,15 @@ def _make_buffer_sync(model: nn.Module, runtime: Runtime) -> BufferSync | None:
 
 
 def make_call(module: nn.Module, runtime: Runtime, sync: BufferSync | None = None) -> Callable[..., Any] | None:
-    """The function for ``module(...)`` to run: compiled, with sharded weights inside a pass. None: its own forward.
+    """The function for ``module(...)`` to run: compiled, among waits for weights. None: its own forward.
     ``module`` is the model, or a part of it that the caller calls alone."""
     config, call = runtime.config, None
     if config.backend != "eager" and not (runtime.plan.sharded and runtime.plan.kinds):
         backend = compiler.make_backend(runtime)
         call = torch_private.compiled_call(module, backend, dynamic=config.dynamic, fullgraph=config.fullgraph)
-        if isinstance(runtime.weights, WeightGather) and config.overlap_gather:
-            call = torch_private.call_inside(runtime.weights.waits.forward, call)
+    call = runtime.weights.call_of(module, call)
     if sync is not None:
         call = torch_private.call_after(sync.before_forward, call or torch_private.plain_call(module))
-    if isinstance(runtime.weights, ShardedWeights):
-        call = forward_of(runtime.weights.passes, call or torch_private.plain_call(module))
     return call if call is None or config.backend == "eager" else _naming_limits(call)
 
 
@@ -255,9 +250,7 @@ def _install(model: nn.Module, compiled: ShardedModel, call: Callable[..., Any] 
     for optimizer in compiled.optimizers:
         methods.replace(model, optimizer)
     state_marks.install(compiled)
-    if runtime.plan.overlap_gather or runtime.plan.sharded:
-        runtime.weights.install_hooks(model)
-        runtime.weights.count_sharing()
+    runtime.weights.install_hooks(model)
     torch_private.call_instead(model, call)
     _compile_blocks(model, runtime)
     guards.install(model, runtime)
@@ -266,12 +259,7 @@ def _install(model: nn.Module, compiled: ShardedModel, call: Callable[..., Any] 
 
 def _compile_blocks(model: nn.Module, runtime: Runtime) -> None:
     """Compiles one block of each kind, and with sharded weights the modules outside of blocks one by one."""
-    kinds, dynamic = runtime.plan.kinds, runtime.config.dynamic
-    context: Context | None = None
-    if isinstance(runtime.weights, ShardedWeights):
-        context = runtime.weights.plain
-    elif runtime.plan.overlap_gather:
-        context = runtime.weights.waits.block
+    kinds, dynamic, context = runtime.plan.kinds, runtime.config.dynamic, runtime.weights.around_block
     make_backend = partial(compiler.make_backend, runtime, Blocks(weakref.proxy(runtime), kinds))
     places = compile_blocks(model, kinds, make_backend, guards.install_call, dynamic, context)
     runtime.outside_blocks = matrices_around(model, kinds)

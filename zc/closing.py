@@ -15,7 +15,6 @@ from zc.errors import ZcError
 from zc.fill import restore
 from zc.optim import methods
 from zc.registry import COMPILED
-from zc.weights.sharded_weights import ShardedWeights
 
 if TYPE_CHECKING:
     from zc.optim.model import ShardedModel
@@ -49,10 +48,7 @@ def close(model: nn.Module) -> None:
             runtime.clear(set_to_none=True)  # after a backward that raised here, others wait for the agreed reductions
             runtime.streams.synchronize()
             runtime.weights.synchronize()
-            if isinstance(runtime.weights, ShardedWeights):
-                runtime.weights.adopt_writes()
-                sharded = [bucket.index for bucket in runtime.plan.sharded]
-                runtime.weights.whole.make(sharded, is_exact=True)
+            runtime.weights.make_whole()
         runtime.group.close()
     finally:
         _make_plain(model, compiled)

@@ -15,7 +15,6 @@ from zc.engine.unset import poison
 from zc.planning.plan import Bucket
 from zc.ranks.group import Group
 from zc.weights.absent import without_bytes
-from zc.weights.sharded_weights import ShardedWeights
 
 if TYPE_CHECKING:
     from zc.engine.runtime import Runtime
@@ -70,8 +69,7 @@ def fill(runtime: Runtime, buckets: Sequence[Bucket], unset: Collection[str] = (
             param.data = in_shape(torch_private.own_storage(place), slot)
         buffers.remember_shard(bucket)
     buffers.add_staging()
-    if isinstance(runtime.weights, ShardedWeights):
-        runtime.weights.open_shards()
+    runtime.weights.open_shards()
     if buffers.note is not None:
         runtime.say_once(buffers.note)
 
@@ -99,10 +97,7 @@ def restore(runtime: Runtime, dtypes: Mapping[str, torch.dtype]) -> None:
     memory of their own and without gradients."""
     for handle in (*runtime.hooks, *runtime.weights.hooks):
         handle.remove()
-    if isinstance(runtime.weights, ShardedWeights):
-        if runtime.plan.world_size == 1:
-            runtime.weights.whole.make(runtime.buffers.filled, is_exact=True)
-        runtime.weights.let_go()
+    runtime.weights.let_go()
     runtime.buffers.close()  # Dynamo keeps compiled code, which refers to the runtime
     for name, param in runtime.placed.items():
         param.grad = None

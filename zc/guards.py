@@ -27,10 +27,10 @@ from zc import torch_private
 from zc.engine.names import Names
 from zc.errors import PlanError, ZcError
 from zc.optim.sharded_grad import ShardedGrad
-from zc.weights.sharded_weights import ShardedWeights
 
 if TYPE_CHECKING:
     from zc.engine.runtime import Runtime
+    from zc.weights.weights import Weights
 
 _NAME = "_zc_compiled"
 _TEXT = (
@@ -107,7 +107,7 @@ def install(model: nn.Module, runtime: Runtime) -> None:
     if not hasattr(model, "no_sync"):
         vars(model)["no_sync"] = NoSync(runtime)
     weights = runtime.weights
-    if isinstance(weights, ShardedWeights):
+    if weights.has_shards:
         for module in model.modules():
             get_state = partial(_state_to_pickle, weakref.ref(weights), weakref.ref(module))
             vars(module)["__getstate__"] = Instead(module, "__getstate__", get_state)
@@ -150,13 +150,12 @@ def _apply(
     if runtime is None:
         return torch_private.plain_apply(model, function, recurse)
     in_buckets = {id(param) for param in runtime.placed.values()}
-    if isinstance(runtime.weights, ShardedWeights):
-        with runtime.weights.passes.named_plainly():
-            return torch_private.plain_apply(model, _refusing_moves(in_buckets, function), recurse)
-    return torch_private.plain_apply(model, _skipping_copies(in_buckets, function), recurse)
+    filtered = _refusing_moves if runtime.weights.has_shards else _skipping_copies
+    with runtime.weights.named_plainly():
+        return torch_private.plain_apply(model, filtered(in_buckets, function), recurse)
 
 
-def _state_to_pickle(of_weights: weakref.ref[ShardedWeights], of_module: weakref.ref[nn.Module]) -> dict[str, Any]:
+def _state_to_pickle(of_weights: weakref.ref[Weights], of_module: weakref.ref[nn.Module]) -> dict[str, Any]:
     """The state of a module for ``torch.save(model)`` and copies (stage 3)."""
     weights, module = of_weights(), of_module()
     assert module is not None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -20,7 +19,6 @@ from zc.planning.plan import Plan
 from zc.prepare import fingerprint, plan_of
 from zc.ranks.group import Group
 from zc.registry import sharded
-from zc.weights.sharded_weights import ShardedWeights, named_plainly
 
 if TYPE_CHECKING:
     from zc.config import Config
@@ -43,7 +41,7 @@ def recompile(model: nn.Module) -> None:
         PlanError, TypeError: as `compile`; nothing has changed. RankMismatchError: ranks differ in what is trainable.
     """
     compiled = sharded(model)
-    with named_plainly(compiled.runtime.weights):
+    with compiled.runtime.weights.named_plainly():
         _recompile(model, compiled)
 
 
@@ -74,7 +72,7 @@ def _recompile(model: nn.Module, compiled: ShardedModel) -> None:
         return
     buckets = plan.buckets[len(runtime.plan.buckets) :]
     weights, moved = runtime.weights, params.keys() - left.keys()
-    with weights.leaving(moved, left) if isinstance(weights, ShardedWeights) else nullcontext():
+    with weights.leaving(moved, left):
         if left:
             weights.synchronize()
             runtime.leave(left)
@@ -83,10 +81,7 @@ def _recompile(model: nn.Module, compiled: ShardedModel) -> None:
     compiled.leave(left)
     compiled.adopt(buckets)
     find_again(runtime.block_places)
-    if isinstance(weights, ShardedWeights):
-        runtime.weights.install_hooks(model)
-    if plan.overlap_gather:
-        runtime.weights.count_sharing()
+    weights.note_growth(model)
     frozen = {n: p for n, p in model.named_parameters() if runtime.params.get(n) is not p}
     known = {id(param) for param in runtime.frozen.values()}
     own = left_to_ranks(model)

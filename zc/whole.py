@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from zc.engine.memory_order import in_shape
 from zc.registry import sharded
-from zc.weights.sharded_weights import ShardedWeights
 
 
 @contextmanager
@@ -28,13 +27,9 @@ def whole_parameters(model: nn.Module) -> Iterator[None]:
             and its shards stay as they were. RankMismatchError: not all ranks have entered it.
     """
     runtime = sharded(model).runtime
-    weights = runtime.weights
-    if not isinstance(weights, ShardedWeights):
-        yield
-        return
-    if not weights.passes.is_exposed:
+    if not runtime.weights.is_unsharded:
         runtime.settle()
-    with weights.exposed():
+    with runtime.weights.unsharded():
         yield
 
 
@@ -50,15 +45,12 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     names = {id(param): name for name, param in runtime.placed.items()}
     whole: dict[str, Tensor] = {}
     is_first = runtime.group.rank == 0
-    if isinstance(weights, ShardedWeights):
-        weights.adopt_writes()
-        for bucket in runtime.plan.sharded:
-            flat = weights.whole.gathered_once(bucket.index)
-            for slot in bucket.slots if is_first else ():
-                part = in_shape(flat[slot.offset : slot.stop], slot)
-                whole[slot.name] = part.detach().to("cpu", copy=True)
-    else:
-        weights.synchronize()
+    weights.adopt_writes()
+    for bucket in runtime.plan.sharded:
+        flat = weights.gathered(bucket.index)
+        for slot in bucket.slots if is_first else ():
+            part = in_shape(flat[slot.offset : slot.stop], slot)
+            whole[slot.name] = part.detach().to("cpu", copy=True)
     if not is_first:
         return {}
     state: dict[str, Tensor] = {}

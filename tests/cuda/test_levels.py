@@ -32,7 +32,7 @@ from zc.planning.plan import Plan
 from zc.planning.topology import Topology
 from zc.ranks import exchanges, group
 from zc.ranks.group import Group
-from zc.weights.overlap_gather import gather_graph
+from zc.weights.weights import gather_graph
 
 SHAPE = (1024, 256)
 NUMEL = 1024 * 256

@@ -14,7 +14,7 @@ from training_runs import adamw
 import zc.api
 from zc.engine.streams import Task, ThreadStreams
 from zc.schedule.buffer import COMM, MAIN
-from zc.weights.overlap_gather import WeightGather
+from zc.weights.overlapped import OverlappedWeights
 
 DIM, DEPTH, BUCKET = 32, 4, 5000  # one bucket a layer
 LATE = 0.02  # seconds before each bucket's gather
@@ -51,9 +51,9 @@ class Careless(Late):
 def late_gathers(seconds: float, kind: type[Late] = Late) -> Iterator[None]:
     """Models that are compiled inside have streams of this kind, and their gathers are late. A backward's reductions
     are on time: a sleep before each of its tasks took most of these tests' time, and shows nothing of gathers."""
-    make, publish = zc.api.make_streams, WeightGather.publish
+    make, publish = zc.api.make_streams, OverlappedWeights.publish
 
-    def publish_late(self: WeightGather, buckets: Sequence[int]) -> None:
+    def publish_late(self: OverlappedWeights, buckets: Sequence[int]) -> None:
         streams = self.core.streams
         streams.is_late = True  # type: ignore[attr-defined]
         try:
@@ -62,12 +62,12 @@ def late_gathers(seconds: float, kind: type[Late] = Late) -> Iterator[None]:
             streams.is_late = False  # type: ignore[attr-defined]
 
     zc.api.make_streams = lambda device: kind(seconds)
-    WeightGather.publish = publish_late  # type: ignore[method-assign]
+    OverlappedWeights.publish = publish_late  # type: ignore[method-assign]
     try:
         yield
     finally:
         zc.api.make_streams = make
-        WeightGather.publish = publish  # type: ignore[method-assign]
+        OverlappedWeights.publish = publish  # type: ignore[method-assign]
 
 
 Weights = dict[str, torch.Tensor]

@@ -21,7 +21,7 @@ from torch import nn
 from training_runs import adamw
 
 import zc
-from zc.weights.overlap_gather import WeightGather
+from zc.weights.overlapped import OverlappedWeights
 
 
 def _with_and_without(rank: int, world_size: int, options: dict[str, Any]) -> tuple[bool, bool, str]:
@@ -94,9 +94,9 @@ RAW: dict[str, Callable[[nn.Module], Any]] = {
 def _raw(rank: int, world_size: int, is_watched: bool) -> dict[str, bool]:
     """By kind: whether a read right after step(), one kind a step, is the same as without overlap_gather."""
     seen: list[list[Any]] = [[], []]
-    watch = WeightGather.watch
+    watch = OverlappedWeights.watch
     if not is_watched:
-        WeightGather.watch = lambda self: None  # type: ignore[method-assign]
+        OverlappedWeights.watch = lambda self: None  # type: ignore[method-assign]
     try:
         for into, overlap_gather in zip(seen, (False, True), strict=True):
             kinds = iter(RAW.values())
@@ -109,7 +109,7 @@ def _raw(rank: int, world_size: int, is_watched: bool) -> dict[str, bool]:
             weights, _ = train_late(rank, Late, look, num_steps=len(RAW), late=late, **options)
             into[-1] = list(weights.values())  # a clamp shows in what the run ends with
     finally:
-        WeightGather.watch = watch  # type: ignore[method-assign]
+        OverlappedWeights.watch = watch  # type: ignore[method-assign]
     return {kind: _is_same(*pair) for kind, *pair in zip(RAW, *seen, strict=True)}
 
 

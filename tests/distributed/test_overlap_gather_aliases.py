@@ -14,7 +14,7 @@ from torch import nn
 
 import zc
 from zc.ranks.group import Group
-from zc.weights.overlap_gather import WeightGather
+from zc.weights.overlapped import OverlappedWeights
 
 ALIASES: dict[str, Callable[[nn.Parameter], Any]] = {
     "p.data": lambda p: p.data,
@@ -79,7 +79,7 @@ def test_an_alias_would_show_old_weights() -> None:
 
 def _in_flight(rank: int, world_size: int) -> tuple[list[bool], str]:
     """Gathers that hold their views when the step ends, and when it looks for others."""
-    gather, watch, waited = Group.all_gather, WeightGather.watch, []
+    gather, watch, waited = Group.all_gather, OverlappedWeights.watch, []
 
     def slow_gather(self: Group, out: torch.Tensor, *args: Any) -> Any:
         rows = list(out.view(world_size, -1))
@@ -87,7 +87,7 @@ def _in_flight(rank: int, world_size: int) -> tuple[list[bool], str]:
         del rows
         return gather(self, out, *args)
 
-    def late_watch(self: WeightGather) -> None:
+    def late_watch(self: OverlappedWeights) -> None:
         time.sleep(LATE / 2)
         watch(self)
 
@@ -95,10 +95,10 @@ def _in_flight(rank: int, world_size: int) -> tuple[list[bool], str]:
         waited.append(not zc.registry.sharded(model).runtime.weights.is_in_flight)
 
     try:
-        Group.all_gather, WeightGather.watch = slow_gather, late_watch  # type: ignore[method-assign]
+        Group.all_gather, OverlappedWeights.watch = slow_gather, late_watch  # type: ignore[method-assign]
         _, explanation = train_late(rank, Late, look, late=0.0, backend="aot_eager", overlap_gather=True)
     finally:
-        Group.all_gather, WeightGather.watch = gather, watch  # type: ignore[method-assign]
+        Group.all_gather, OverlappedWeights.watch = gather, watch  # type: ignore[method-assign]
     return waited, explanation
 
 

@@ -18,7 +18,7 @@ from zc.engine.runtime import Runtime
 from zc.offload.host_step import HostStep
 from zc.optim.model import ShardedModel
 from zc.optim.optimizer import ShardedOptimizer
-from zc.weights.overlap_gather import WeightGather
+from zc.weights.overlapped import OverlappedWeights
 
 
 class Net(nn.Module):
@@ -85,8 +85,8 @@ PLACES = [
     (HostStep, "__init__", 2, {"offload": "cpu"}),
     (Runtime, "install_hooks", 1, {}),
     (state_marks, "install", 1, {}),
-    (WeightGather, "install_hooks", 1, {"overlap_gather": True}),
-    (WeightGather, "count_sharing", 1, {"overlap_gather": True}),
+    (OverlappedWeights, "install_hooks", 1, {"overlap_gather": True}),
+    (OverlappedWeights, "count_sharing", 1, {"overlap_gather": True}),
     (guards, "install", 1, {"overlap_gather": True, "backend": "aot_eager"}),
 ]
 

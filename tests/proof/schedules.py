@@ -33,7 +33,7 @@ from zc.schedule.spec import (
     Segment,
     WgradInto,
 )
-from zc.weights.overlap_gather import gather_graph, publish_graph
+from zc.weights.weights import gather_graph, publish_graph
 
 Shape = Callable[["Builder"], Sequence[fx.Node]]
 NOTHING_OWED = Debt()

@@ -30,7 +30,7 @@ from zc.passes.verify import examine, verify
 from zc.schedule.buffer import MAIN
 from zc.schedule.nodes import change, op_of, put, steps
 from zc.schedule.spec import AccumulateCast, Deposit, FlattenCast
-from zc.weights.overlap_gather import gather_graph
+from zc.weights.weights import gather_graph
 
 NUM_ORDERS = 200 if FULL else 3
 

@@ -14,7 +14,6 @@ from zc.checkpoint.state import owned
 from zc.engine.memory_order import flattened
 from zc.engine.unset import poison
 from zc.registry import sharded
-from zc.weights.sharded_weights import ShardedWeights
 
 if TYPE_CHECKING:
     from zc.optim.model import ShardedModel
@@ -48,8 +47,6 @@ def fill_modules(
     """See `initialize`. ``only_buffers``: leaves out modules with a parameter that has no value. It writes masters; the
     caller must publish them before any rank gathers."""
     runtime, weights = sharded_model.runtime, sharded_model.runtime.weights
-    if not isinstance(weights, ShardedWeights):
-        return
     weights.before_writes()
     mine, unset = owned(sharded_model), runtime.unset
     names = {id(param): name for name, param in runtime.placed.items()}

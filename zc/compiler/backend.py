@@ -26,8 +26,6 @@ from zc.engine import param_grads
 from zc.errors import ZcError
 from zc.log import log, tell
 from zc.passes.base import returned_by
-from zc.weights.overlap_gather import WeightGather
-from zc.weights.sharded_weights import ShardedWeights
 
 if TYPE_CHECKING:
     from zc.engine.runtime import Runtime
@@ -57,8 +55,7 @@ def make_backend(runtime: Runtime, blocks: Blocks | None = None) -> Callable[...
         runtime.ledger.graphs.append(torch_private.compile_id())
         name_of = {id(param): name for name, param in runtime.placed.items()}  # zc.recompile may have added some
         names = [name_of.get(id(value)) for value in inputs]
-        if isinstance(runtime.weights, WeightGather) and runtime.plan.overlap_gather:
-            runtime.weights.waits.note_graph(names)
+        runtime.weights.note_graph(names)
         nonlocal num_shared
         block = _one_block(blocks, names) if blocks is not None and num_shared < MAX_SHARED else None
         num_shared += block is not None
@@ -171,8 +168,7 @@ def _compile_as_schedule(origin: Origin, traced: Traced) -> Any:
     def run(args: list[Any]) -> tuple[Any, ...]:
         program = forward.program(args)
         outputs = program(args, runtime.streams)
-        if isinstance(runtime.weights, WeightGather):
-            runtime.weights.note_forward(program)
+        runtime.weights.note_forward(program)
         return outputs
 
     return torch_private.boxed(run)
@@ -181,9 +177,7 @@ def _compile_as_schedule(origin: Origin, traced: Traced) -> Any:
 def _compile_after_gathers(origin: Origin, traced: Traced) -> Any:
     """A forward graph under overlap_gather. That of a model without blocks is a schedule that waits for each bucket
     where it first reads it. Any other one is as without overlap_gather: what it reads is there before it starts."""
-    runtime, weights = origin.runtime, origin.runtime.weights
-    assert isinstance(weights, WeightGather)
-    first = 0
+    runtime, names = origin.runtime, None
     if not runtime.plan.kinds:
         why = _why_whole(traced)
         if why is None:
@@ -191,14 +185,14 @@ def _compile_after_gathers(origin: Origin, traced: Traced) -> Any:
         if not traced.is_inference:
             runtime.say_once(f"a forward graph waits for all gathers before it starts: {why}")
     elif origin.block is None:
-        first = weights.waits.order.first_of(runtime.placed[name] for name in origin.names if name is not None)
+        names = [name for name in origin.names if name is not None]
     whole = _compile_whole(origin, traced)
     if origin.block is not None:  # `ForwardWaits.block` runs around it
         return whole
-    gather = weakref.proxy(weights)  # Dynamo keeps `run`, see `make_backend`
+    wait = runtime.weights.waiting_for(names)
 
     def run(args: list[Any]) -> Any:
-        gather.arrive(first)
+        wait()
         return whole(args)
 
     return torch_private.boxed(run)
@@ -226,8 +220,7 @@ def _with_returned_weights(origin: Origin, compiled: Callable[..., Any]) -> Call
         return compiled
 
     def run(*args: Any) -> Any:
-        assert isinstance(runtime.weights, ShardedWeights)
-        runtime.weights.whole.make_params([args[k] for k in positions], "a forward returns a view of")
+        runtime.weights.read([args[k] for k in positions], "a forward returns a view of")
         return compiled(*args)
 
     return run

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from zc import torch_private
+from zc.engine.names import BlockPlaces, Places
 from zc.planning.blocks import BlockKind, block_of, split_name
-from zc.weights.forward_waits import BlockPlaces, Places
 
 if TYPE_CHECKING:
     from zc.engine.runtime import Runtime
@@ -42,12 +42,12 @@ class Blocks:
     def member_of(self, params: Sequence[object]) -> str | None:
         """The one block of these parameters, or of tensors that share their memory (checkpointing detaches what a
         forward saves); None: of none, or of several."""
-        runtime, whole = self._runtime, self._runtime.whole
+        runtime = self._runtime
         if self._plan is not runtime.plan:
             self._plan = runtime.plan
-            lasting = {n: p if whole is None else whole.lasting(n, p) for n, p in runtime.placed.items()}
-            self._names = {torch_private.storage_number(tensor): name for name, tensor in lasting.items()}
-        passing = {} if whole is None else whole.names_by_storage()
+            lasting = runtime.weights.lasting_tensors()
+            self._names = {torch_private.storage_number(tensor): name for name, tensor in lasting}
+        passing = runtime.weights.names_by_storage()
         members = set()
         for param in params:
             number = torch_private.storage_number(param) if isinstance(param, Tensor) else 0

@@ -5,14 +5,19 @@ embedding, ``load_state_dict(assign=True)``. The new one has no place in a bucke
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from operator import is_
+from typing import Any
 
 from torch import nn
 
 from zc import torch_private
 from zc.errors import ZcError
+
+Places = Sequence[tuple[dict[str, Any], str, nn.Parameter]]  # of parameters: a module's dict, the key in it, its value
+
+BlockPlaces = tuple[weakref.ref[nn.Module], list[tuple[dict[str, Any], str, nn.Parameter]]]  # of one block
 
 
 class Names:

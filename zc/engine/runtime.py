@@ -15,7 +15,7 @@ updates this rank's shard, then calls `after_update`.
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -39,15 +39,12 @@ from zc.errors import RankMismatchError, UncoveredGradientError, ZcError
 from zc.log import log
 from zc.planning.plan import Bucket, Plan
 from zc.ranks.group import Group
-from zc.weights.forward_waits import BlockPlaces
-from zc.weights.overlap_gather import WeightGather
-from zc.weights.sharded_weights import ShardedWeights
-from zc.weights.weight_uses import WeightUses
-from zc.weights.whole_params import WholeParams
 
 if TYPE_CHECKING:
     from zc.config import Config
+    from zc.engine.names import BlockPlaces
     from zc.ranks.journal import Journal
+    from zc.weights.weights import Weights
 
 
 class Phase(enum.Enum):
@@ -84,6 +81,7 @@ class Runtime(Core):
         group: Group,
         streams: Streams,
         params: dict[str, nn.Parameter],
+        make_weights: Callable[[Core], Weights],
     ) -> None:
         super().__init__(config, buffers, group, streams, params)
         self.accumulators.on_deposit = self._deposit
@@ -93,10 +91,7 @@ class Runtime(Core):
         group.set_plan(self.plan)
         if group.journal is not None:
             self._watch_ranks(group.journal)
-        # how new weights reach those who read them; what an update calls has the same name in both classes
-        self.weights: WeightGather | ShardedWeights = (
-            ShardedWeights(self, WeightUses(self)) if self.plan.sharded else WeightGather(self)
-        )
+        self.weights = make_weights(self)  # how they reach those who read them
         self.outside_blocks: frozenset[str] = frozenset()  # matrices that no block reads
         self.block_places: list[BlockPlaces] = []  # of what is compiled by itself
         self.listener = Listener()  # the optimizers
@@ -107,11 +102,6 @@ class Runtime(Core):
         # parameters with a gradient that came after their bucket was reduced (tied weights in two graphs): from the
         # next backward on, graphs leave their gradients to autograd, which sums them
         self.summed_by_autograd: set[str] = set()
-
-    @property
-    def whole(self) -> WholeParams | None:
-        """With sharded weights: which of them are whole."""
-        return self.weights.whole if isinstance(self.weights, ShardedWeights) else None
 
     def _watch_ranks(self, journal: Journal) -> None:
         """With several ranks: a wait for a rank that never comes ends with an error (`zc.ranks.watch`)."""

@@ -21,7 +21,6 @@ from zc.report.html import BucketBar, page
 from zc.report.timeline import measured, simulate
 from zc.schedule.nodes import summary as counts_of
 from zc.schedule.nodes import text
-from zc.weights.sharded_weights import ShardedWeights
 
 if TYPE_CHECKING:
     from zc.engine.runtime import Runtime
@@ -87,9 +86,8 @@ def _sections(model: nn.Module) -> dict[str, str]:
     kinds = [type(each.optimizer).__name__ for each in optimizers]
     if len(kinds) > 1 or any(b.layout.owners is not None for b in runtime.plan.buckets):
         sections["optimizers"] = _optimizers(runtime, kinds)
-    if isinstance(runtime.weights, ShardedWeights):
-        for number, planned in enumerate(runtime.weights.planned):
-            sections[f"residency of weights, pass {number}"] = residency.table(planned.residency, runtime.plan)
+    for number, planned in enumerate(runtime.weights.planned):
+        sections[f"residency of weights, pass {number}"] = residency.table(planned.residency, runtime.plan)
     if runtime.plan.offload is not None:
         sections["offload"] = _offload(runtime, [o.offload for o in optimizers if o.offload is not None])
     by_bucket = _schedules_of_buckets(runtime)
@@ -107,8 +105,8 @@ def _page(model: nn.Module, first: summary.Summary, sections: Mapping[str, str])
     runtime = sharded(model).runtime
     drawn = [*_printed(model), *_schedules_of_buckets(runtime)]
     step = runtime.streams.clock.step()
-    passes = runtime.weights.clocked if isinstance(runtime.weights, ShardedWeights) else ()
     clocked = {span.program for span in step.spans} if step is not None else set()
+    passes = runtime.weights.clocked
     return page(
         title=f"zc: {type(model).__name__}, {_stage(runtime.plan)}, rank {runtime.group.rank} of "
         f"{runtime.group.world_size}",

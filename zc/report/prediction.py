@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -27,7 +28,6 @@ from zc.prepare import plan_for
 from zc.registry import COMPILED
 from zc.report.estimate import Estimate, Peer, estimate
 from zc.report.residency import expected_table
-from zc.weights.sharded_weights import named_plainly
 
 if TYPE_CHECKING:
     from zc.optim.model import ShardedModel
@@ -133,7 +133,7 @@ def plan(
     topology = usable(topology, config.reduce, {s.device.type for s in specs})
 
     frozen = sum(param.nbytes for param in model.parameters() if not param.requires_grad)
-    with named_plainly(compiled.runtime.weights if compiled is not None else None):
+    with compiled.runtime.weights.named_plainly() if compiled is not None else nullcontext():
         in_shards = shardable(model, params)
     kinds = find_kinds(model)
 

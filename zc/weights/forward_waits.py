@@ -21,9 +21,9 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -34,13 +34,10 @@ from zc.planning.plan import Plan
 
 if TYPE_CHECKING:
     from zc.engine.core import Core
-    from zc.weights.overlap_gather import WeightGather
+    from zc.engine.names import Places
+    from zc.weights.overlapped import OverlappedWeights
 
 MAX_LATE = 3  # forwards in which Dynamo compiles one frame while weights are on their way
-
-Places = Sequence[tuple[dict[str, Any], str, nn.Parameter]]  # of parameters: a module's dict, the key in it, its value
-
-BlockPlaces = tuple[weakref.ref[nn.Module], list[tuple[dict[str, Any], str, nn.Parameter]]]  # of one block
 
 
 class GatherOrder:
@@ -68,9 +65,9 @@ class GatherOrder:
 class ForwardWaits(Part):
     """The forwards of one model on one rank. ``gather`` has this object."""
 
-    def __init__(self, core: Core, gather: WeightGather) -> None:
+    def __init__(self, core: Core, gather: OverlappedWeights) -> None:
         super().__init__(core)
-        self._gather: WeightGather = weakref.proxy(gather)
+        self._gather: OverlappedWeights = weakref.proxy(gather)
         self._order: GatherOrder | None = None
         self._depth = 0  # forwards of the model inside one another
         self._num_blocks = 0  # calls of blocks inside one another

@@ -6,7 +6,7 @@ average of the weights, a clamp or a copy right after the step sees the update, 
 no element (``p.grad``, ``p.shape``) do not wait. torch's lazy parameters change their class in the same way.
 
 A ``p.data``, view or array from before the step reaches the memory without the parameter. While one exists,
-`zc.weights.overlap_gather` makes the step wait. zc can't see an address, a DLPack capsule or a storage object, nor a
+`zc.weights.overlapped` makes the step wait. zc can't see an address, a DLPack capsule or a storage object, nor a
 C++ extension that bypasses torch's dispatch: call `zc.synchronize` before you use these.
 """
 

@@ -8,51 +8,51 @@ that is not compiled, buckets become whole (`zc.weights.whole_params`). A forwar
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from zc import torch_private
 from zc.engine.memory_order import in_shape
+from zc.engine.names import Places
 from zc.engine.owners import spread_run
-from zc.engine.part import Part, weakly
+from zc.engine.part import weakly
 from zc.engine.program import Program
 from zc.engine.shard_reads import ShardReads
 from zc.errors import ZcError
 from zc.weights.absent import Absent, give_bytes
-from zc.weights.forward_waits import Places
-from zc.weights.model_passes import ModelPasses
-from zc.weights.overlap_gather import WeightGather
+from zc.weights.model_passes import ModelPasses, forward_of
 from zc.weights.state_dicts import StateDicts
+from zc.weights.weight_uses import WeightUses
+from zc.weights.weights import Weights
 from zc.weights.whole_params import WholeParams
 
 if TYPE_CHECKING:
     from zc.engine.core import Core
-    from zc.weights.weight_uses import PlannedPass, WeightUses
+    from zc.weights.weight_uses import PlannedPass
 
 
-class ShardedWeights(Part):
+class ShardedWeights(Weights):
     """The weights of one model on one rank. The streams that read and write them are the plan's."""
 
-    def __init__(self, core: Core, uses: WeightUses) -> None:
+    has_shards = True
+
+    def __init__(self, core: Core) -> None:
         super().__init__(core)
         core.accumulators.on_take = self.take
-        self.hooks: list[RemovableHandle] = []  # on modules
         self._hooked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._states = StateDicts(self)
         self.absent = Absent(self._read_by_eager_code, self._states.write, core.plan.why_sharded)
         self._reads = ShardReads(core)
-        self._uses = uses
-        self._gather = WeightGather(core)  # of buckets whose weights all ranks keep whole
+        self._uses = WeightUses(core)
         self.whole = WholeParams(core, self._reads)
         # bucket and slot of parameters that were frozen -> those of now. Dynamo does not compile a graph without
         # gradients again when a parameter begins to ask for one
         self._moved: dict[tuple[int, int], tuple[int, int]] = {}
-        self.passes = ModelPasses(core, self.absent, self.whole, self._reads, uses)
+        self.passes = ModelPasses(core, self.absent, self.whole, self._reads, self._uses)
 
     # --- what compiled graphs read ---
 
@@ -159,6 +159,20 @@ class ShardedWeights(Part):
                 ]
         self.passes.make_absent()
 
+    def note_growth(self, model: nn.Module) -> None:
+        self.install_hooks(model)
+
+    def call_of(self, module: nn.Module, call: Callable[..., Any] | None) -> Callable[..., Any]:
+        """The forward is inside a pass."""
+        return forward_of(self.passes, call or torch_private.plain_call(module))
+
+    @property
+    def around_block(self) -> Callable[[Places], AbstractContextManager[None]]:
+        return self.plain
+
+    def read(self, params: Iterable[nn.Parameter], why: str) -> None:
+        self.whole.make_params(params, why)
+
     def refuse_without_bytes(self, what: str, module: nn.Module) -> None:
         """Raises ZcError if parameters of ``module`` have no bytes."""
         if not self.passes.is_exposed and self.whole.any_sharded(module.parameters()):
@@ -172,9 +186,29 @@ class ShardedWeights(Part):
 
     # --- values from and to the caller ---
 
+    def named_plainly(self) -> AbstractContextManager[None]:
+        return self.passes.named_plainly()
+
+    @property
+    def is_unsharded(self) -> bool:
+        return self.passes.is_exposed
+
+    def gathered(self, bucket: int) -> Tensor:
+        """[P]: the whole weights of one bucket. All ranks call it where ranks have shards of it."""
+        if not self.core.plan.is_sharded(self.core.plan.bucket(bucket)):
+            return super().gathered(bucket)
+        return self.whole.gathered_once(bucket)
+
+    def lasting_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        for name, param in self.core.placed.items():
+            yield name, self.whole.lasting(name, param)
+
+    def names_by_storage(self) -> dict[int, str]:
+        """The whole parameters by the number of the storage that each has until it is freed."""
+        return self.whole.names_by_storage()
+
     @contextmanager
-    def exposed(self) -> Iterator[None]:
-        """All parameters are whole inside, and what was written into them goes to the shards at the end."""
+    def unsharded(self) -> Iterator[None]:
         core = self.core
         if self.passes.is_exposed:
             yield
@@ -208,7 +242,7 @@ class ShardedWeights(Part):
         if core.plan.placement.shards_weights:
             self._write_shards(buckets)
         else:
-            self._gather.fill(buckets, is_exact=is_exact)
+            self._fill(buckets, is_exact=is_exact)  # shard_frozen: all ranks keep what trains whole
         self.published(buckets)
 
     def _write_shards(self, buckets: Sequence[int]) -> None:
@@ -272,17 +306,17 @@ class ShardedWeights(Part):
         """The shards have their first values: all ranks may read them."""
         self._reads.open()
 
-    def watch(self) -> None:
-        """Nothing is on its way after an update."""
-
-    def count_sharing(self) -> None:
-        """Nobody can hold the bytes of a parameter that has none."""
+    def make_whole(self) -> None:
+        self.adopt_writes()
+        self.whole.make(self.core.sharded_buckets, is_exact=True)
 
     @torch.no_grad()
     def let_go(self) -> None:
         """Plain parameters with bytes of their own again: what is whole, and NaN where ranks that were to send their
         shards are lost."""
         core = self.core
+        if core.plan.world_size == 1:
+            self.whole.make(core.buffers.filled, is_exact=True)
         self.absent.release()
         for bucket in core.plan.sharded:
             for slot, param in core.params_in(bucket):
@@ -293,15 +327,14 @@ class ShardedWeights(Part):
 
     def grow(self) -> None:
         """The plan is about to get more buckets."""
-        self.synchronize()
+        super().grow()
         self._uses.grow()
         self.whole.grow()
-        self._gather.grow()
 
     @property
     def programs(self) -> list[Program]:
         """The schedules of whole buckets that have run so far, for explain."""
-        return [*self.whole.programs, *self._gather.programs]
+        return [*self.whole.programs, *self._programs.values()]
 
     @property
     def planned(self) -> list[PlannedPass]:
@@ -312,8 +345,3 @@ class ShardedWeights(Part):
     def clocked(self) -> list[PlannedPass]:
         """What a clocked step may have run of these, and of single uses."""
         return self._uses.clocked
-
-
-def named_plainly(weights: object) -> AbstractContextManager[None]:
-    """`ModelPasses.named_plainly`, where weights are sharded."""
-    return weights.passes.named_plainly() if isinstance(weights, ShardedWeights) else nullcontext()

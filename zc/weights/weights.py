@@ -1,0 +1,238 @@
+"""What code that reads or writes a model's weights asks for, whichever way they are kept.
+
+`Weights` itself is the simplest way: all ranks keep all weights whole, and ``optimizer.step()`` returns when they are
+new everywhere. Its methods about weights that can't be read do nothing, and say what the two other ways do there:
+
+- `zc.weights.overlapped`: weights that come while the next forward runs (``overlap_gather``);
+- `zc.weights.sharded_weights`: weights of which a rank has its shard only, outside of their use (stage 3,
+  ``shard_frozen``).
+
+After an update all ranks' shards are gathered into flat_param, by a proved schedule::
+
+       comm | gather(1, "flat_param[1]")
+       comm | gather(0, "flat_param[0]")
+    compute | publish(1, "flat_param[1]")
+    compute | publish(0, "flat_param[0]")
+
+Where weights leave a host as differences (`zc.planning.wire`), ranks gather the differences::
+
+       comm | gather(0, "flat_param[0]", via="update[0]")
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils.hooks import RemovableHandle
+
+from zc.engine.names import Places
+from zc.engine.part import Part
+from zc.engine.program import Program
+from zc.planning.plan import Plan
+from zc.schedule.buffer import Buffer
+from zc.schedule.nodes import put
+from zc.schedule.spec import Gather, Publish, Spread
+
+if TYPE_CHECKING:
+    from zc.engine.core import Core
+    from zc.weights.weight_uses import PlannedPass
+
+
+def gather_graph(plan: Plan, buckets: Sequence[int]) -> fx.Graph:
+    """Gathers these buckets in the order in which a forward reads them: the plan's last bucket first."""
+    graph = fx.Graph()
+    order = sorted(buckets, reverse=True)
+    for bucket in order if plan.world_size > 1 else ():
+        if plan.spreads(plan.buckets[bucket]):
+            put(graph, Spread(bucket, Buffer.named(plan.weights_buffer(bucket))))
+        weights = Buffer.named(plan.weights_buffer(bucket))
+        put(graph, Gather(bucket, weights, Buffer("update", 0) if plan.gather_bits else None))
+    for bucket in () if plan.overlap_gather else order:
+        put(graph, Publish(bucket, Buffer.named(plan.weights_buffer(bucket))))
+    graph.output(())
+    return graph
+
+
+def publish_graph(plan: Plan, buckets: Iterable[int]) -> fx.Graph:
+    """Lets the main stream read the parameters of these buckets."""
+    graph = fx.Graph()
+    for bucket in buckets:
+        put(graph, Publish(bucket, Buffer.named(plan.weights_buffer(bucket))))
+    graph.output(())
+    return graph
+
+
+class Weights(Part):
+    """The weights of one model on one rank."""
+
+    has_shards = False  # whether a parameter may have no bytes outside of its use
+
+    def __init__(self, core: Core) -> None:
+        super().__init__(core)
+        # by kind, of all buckets ("gather", "gather exactly") or of one. None is made for a set of buckets: with layer
+        # drop, or a head for each task, nearly every update would have another one
+        self._programs: dict[tuple[str, int | None], Program] = {}
+        self.hooks: list[RemovableHandle] = []  # on modules
+
+    @property
+    def programs(self) -> list[Program]:
+        """The schedules that have run so far, for explain."""
+        return list(self._programs.values())
+
+    @property
+    def planned(self) -> list[PlannedPass]:
+        """The passes over shards that are planned so far, for explain."""
+        return []
+
+    @property
+    def clocked(self) -> list[PlannedPass]:
+        """What a clocked step may have run of these, and of single uses."""
+        return []
+
+    # --- where the model runs ---
+
+    def install_hooks(self, model: nn.Module) -> None:
+        """Installs hooks on modules that read their parameters outside of compiled code, or bring their state."""
+
+    def note_growth(self, model: nn.Module) -> None:
+        """The plan has new buckets, and ``model`` may have new modules."""
+
+    def call_of(self, module: nn.Module, call: Callable[..., Any] | None) -> Callable[..., Any] | None:
+        """What runs in place of ``call``, the compiled forward of ``module``. None: its own forward."""
+        return call
+
+    @property
+    def around_block(self) -> Callable[[Places], AbstractContextManager[None]] | None:
+        """The context in which what is compiled by itself runs, for the places of its parameters; None: there is
+        none."""
+        return None
+
+    def note_graph(self, names: Iterable[str | None]) -> None:
+        """Dynamo has made a graph that reads these parameters."""
+
+    def note_forward(self, forward: Program) -> None:
+        """A schedule of a forward has run."""
+
+    def waiting_for(self, names: Iterable[str] | None) -> Callable[[], None]:
+        """A function that makes the main stream wait until it may read these parameters, or all. It holds the weights
+        weakly."""
+        return lambda: None
+
+    def read(self, params: Iterable[nn.Parameter], why: str) -> None:
+        """The main stream reads these parameters themselves, for this reason. Inside the model's forward alone."""
+
+    # --- what other code may do with parameters ---
+
+    def named_plainly(self) -> AbstractContextManager[None]:
+        """Inside, parameters are of their own class, for code that asks them for no element."""
+        return nullcontext()
+
+    def refuse_without_bytes(self, what: str, module: nn.Module) -> None:
+        """Raises ZcError if parameters of ``module`` have no bytes."""
+
+    def with_bytes(self, params: Iterable[nn.Parameter]) -> AbstractContextManager[None]:
+        """These parameters have memory of their own inside, on this rank. Where they had none, nothing defined is in
+        it."""
+        return nullcontext()
+
+    @property
+    def is_unsharded(self) -> bool:
+        """Whether all parameters are whole until the program says otherwise."""
+        return True
+
+    def unsharded(self) -> AbstractContextManager[None]:
+        """All parameters are whole inside, and what was written into them goes to the shards at the end."""
+        return nullcontext()
+
+    def leaving(self, moved: Iterable[str], left: Iterable[str]) -> AbstractContextManager[None]:
+        """These parameters are whole inside, where they leave their buckets: ``moved`` for buckets that train, ``left``
+        for good."""
+        return nullcontext()
+
+    def lasting_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Each parameter's name with a tensor that has its memory whenever nothing else is said of it."""
+        yield from self.core.placed.items()
+
+    def names_by_storage(self) -> dict[int, str]:
+        """The parameters whose memory is another one for the moment, by the number of their storage."""
+        return {}
+
+    def gathered(self, bucket: int) -> Tensor:
+        """[P]: the whole weights of one bucket, as this rank has them."""
+        return self.core.buffers.flat_param[bucket]
+
+    # --- updates and loads ---
+
+    def before_writes(self) -> None:
+        """All ranks call it before masters or shards are written: no rank reads one from here on."""
+        self.synchronize()
+
+    def adopt_writes(self) -> None:
+        """All ranks call it before they read shards for a save: what the program has written into parameters is in the
+        shards then."""
+
+    def publish(self, buckets: Sequence[int], *, is_exact: bool = False) -> None:
+        """All ranks may read the new weights of ``buckets``, which come from all ranks' masters, cast to param_dtype.
+        Encoded differences bring them close to the masters; with ``is_exact`` they become equal."""
+        self._fill(buckets, is_exact=is_exact)
+        self.published(buckets)
+
+    def _fill(self, buckets: Sequence[int], *, is_exact: bool) -> None:
+        """Fills flat_param of ``buckets``."""
+        core = self.core
+        if not buckets:
+            return
+        for index in buckets:
+            bucket = core.plan.buckets[index]
+            if bucket.has_master and (is_exact or not core.plan.gather_bits):
+                shard = core.buffers.owned(core.buffers.flat_param[index], bucket)
+                shard.copy_(core.buffers.master_shard[index].detach())
+                core.buffers.remember_shard(bucket)
+        some = None if len(buckets) == len(core.plan.buckets) else frozenset(buckets)
+        self._gather(is_exact=is_exact and core.plan.gather_bits > 0)([], core.streams, buckets=some)
+
+    def published(self, buckets: Sequence[int]) -> None:
+        """A schedule has written the weights of ``buckets``, unseen by autograd. So their versions increase, and a
+        backward through a forward from before this step fails, as in PyTorch."""
+        core = self.core
+        params = [param for index in buckets for _, param in core.params_in(core.plan.buckets[index])]
+        torch.autograd.graph.increment_version(params)
+
+    def open_shards(self) -> None:
+        """The shards have their first values: all ranks may read them."""
+
+    def watch(self) -> None:
+        """Called at the end of a step. Reads of new weights wait from then on, where these may be on their way."""
+
+    def synchronize(self) -> None:
+        """Makes the main stream wait for all gathers."""
+
+    def grow(self) -> None:
+        """Called before the plan gets more buckets: schedules of all buckets are then built anew."""
+        self.synchronize()
+        self._programs.clear()
+
+    # --- the end ---
+
+    def make_whole(self) -> None:
+        """All ranks call it at the end: parameters have their values and all their bytes."""
+
+    def let_go(self) -> None:
+        """Parameters are plain ones again, with bytes of their own or those of a bucket."""
+
+    # --- schedules ---
+
+    def _gather(self, *, is_exact: bool) -> Program:
+        """The schedule that gathers all buckets."""
+        kind = "gather exactly" if is_exact else "gather"
+        if (kind, None) not in self._programs:
+            plan = self.core.plan.exact_gathers() if is_exact else self.core.plan
+            self._programs[kind, None] = self._build("gather", plan, gather_graph(plan, range(len(plan.buckets))))
+        return self._programs[kind, None]
+
+    def _build(self, kind: str, plan: Plan, graph: fx.Graph) -> Program:
+        return self.core.build(graph, plan, name=f"{kind}_{len(self._programs)}")
