@@ -35,7 +35,7 @@ from zc.report.explain import explain
 from zc.report.prediction import plan
 from zc.uneven import join
 from zc.version import __version__
-from zc.whole import full_state_dict, whole_parameters
+from zc.whole import full_state_dict, iter_weights, whole_parameters
 
 _configure_log()
 
@@ -64,6 +64,7 @@ __all__ = [
     "full_state_dict",
     "grads_are_finite",
     "initialize",
+    "iter_weights",
     "join",
     "latest",
     "load",

@@ -1,14 +1,16 @@
-"""Whole weights in stage 3, for code outside of the model's forward and backward."""
+"""Whole weights, for code outside of the model's forward and backward."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Collection, Generator, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from zc.engine.memory_order import in_shape
+from zc.errors import PlanError
 from zc.registry import sharded
 
 
@@ -33,31 +35,75 @@ def whole_parameters(model: nn.Module) -> Iterator[None]:
         yield
 
 
-@torch.no_grad()
-def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """``model.state_dict()`` with whole tensors in host memory, on rank 0; an empty dict on the others.
+def iter_weights(model: nn.Module, *, ranks: Collection[int] | None = None) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of ``model.state_dict()``, whole, one after the other: to hand weights to an inference engine, to
+    export them, or to hash them. Works in all stages, between two updates::
 
-    All ranks call it. Buckets come one at a time, so no device holds more than its shards and one bucket. Works in all
-    stages.
+        for name, weight in zc.iter_weights(model):      # on all ranks
+            engine.load(name, weight)
+
+    Each weight is a copy on its device, which is yours, without gradient. In stage 3 and with ``shard_frozen`` ranks
+    gather bucket by bucket, the next one while you work on this one. So a rank holds its shards, at most two buckets,
+    and what you keep. Stage 3 does not encode these gathers (``gather_dtype``): values are those of `full_state_dict`.
+    The order is the same on all ranks: parameters as their buckets are gathered, then all else.
+
+    All ranks iterate. A rank may leave the loop early, by ``break`` or by an exception that is handled: before its loop
+    ends it takes part in the gathers that others still want, without keeping them. A rank that keeps the iterator, and
+    does something else with the model, makes the others wait as for any rank that does not come.
+
+    Args:
+        ranks: those that get weights; None: all. The loop of any other rank has no round.
+
+    Raises:
+        PlanError: ``ranks`` names a rank that does not exist. ZcError: a forward, an update, a save or a load came
+            between two weights. RankMismatchError, RankLostError: not all ranks iterate.
     """
     runtime = sharded(model).runtime
-    weights = runtime.weights
-    names = {id(param): name for name, param in runtime.placed.items()}
+    if bad := sorted(rank for rank in ranks or () if not 0 <= rank < runtime.group.world_size):
+        raise PlanError(f"ranks={bad}: there are ranks 0 to {runtime.group.world_size - 1}")
+    return _copies(model, is_wanted=ranks is None or runtime.group.rank in ranks)
+
+
+@torch.no_grad()
+def _copies(model: nn.Module, *, is_wanted: bool) -> Iterator[tuple[str, Tensor]]:
+    with contextlib.closing(whole_values(model, is_wanted=is_wanted)) as values:
+        for keys, value in values:
+            copied = value.clone()
+            for key in keys:  # a tied weight has several
+                yield key, copied
+
+
+@torch.no_grad()
+def whole_values(model: nn.Module, *, is_wanted: bool) -> Generator[tuple[list[str], Tensor], None, None]:
+    """The tensors of ``model.state_dict()``, whole, each with its keys, in memory that changes after the next ones. All
+    ranks call it; those with ``is_wanted`` get some."""
+    runtime = sharded(model).runtime
+    if not runtime.weights.is_unsharded:
+        runtime.settle()
+    left: dict[int, tuple[list[str], Tensor]] = {}
+    for key, value in model.state_dict(keep_vars=True).items() if is_wanted else ():
+        if isinstance(value, Tensor):
+            left.setdefault(id(value), ([], value))[0].append(key)
+    with contextlib.closing(runtime.weights.units(is_wanted=is_wanted)) as units:
+        for unit in units:
+            for name, value in unit.items():
+                keys, _ = left.pop(id(runtime.placed[name]), ((), None))
+                if keys:
+                    yield list(keys), value
+    for keys, value in left.values():
+        yield keys, value.detach()
+
+
+@torch.no_grad()
+def full_state_dict(model: nn.Module) -> dict[str, Any]:
+    """``model.state_dict()`` with whole tensors in host memory, on rank 0; an empty dict on the others.
+
+    All ranks call it. Buckets come as in `iter_weights`, so no device holds more than its shards and two buckets. Works
+    in all stages.
+    """
+    is_first = sharded(model).runtime.group.rank == 0
     whole: dict[str, Tensor] = {}
-    is_first = runtime.group.rank == 0
-    weights.adopt_writes()
-    for bucket in runtime.plan.sharded:
-        flat = weights.gathered(bucket.index)
-        for slot in bucket.slots if is_first else ():
-            part = in_shape(flat[slot.offset : slot.stop], slot)
-            whole[slot.name] = part.detach().to("cpu", copy=True)
-    if not is_first:
-        return {}
-    state: dict[str, Tensor] = {}
-    for key, value in model.state_dict(keep_vars=True).items():
-        name = names.get(id(value))
-        if name is not None and name in whole:
-            state[key] = whole[name]
-        else:
-            state[key] = value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
-    return state
+    for keys, value in whole_values(model, is_wanted=is_first):
+        whole.update(dict.fromkeys(keys, value.to("cpu", copy=True)))
+    state = model.state_dict(keep_vars=True) if is_first else {}
+    return {key: whole.get(key, value) for key, value in state.items()}

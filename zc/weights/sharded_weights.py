@@ -7,8 +7,9 @@ that is not compiled, buckets become whole (`zc.weights.whole_params`). A forwar
 
 from __future__ import annotations
 
+import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,8 @@ from zc.weights.whole_params import WholeParams
 if TYPE_CHECKING:
     from zc.engine.core import Core
     from zc.weights.weight_uses import PlannedPass
+
+_BETWEEN = "iterate between two updates, on all ranks, and do nothing else with the model meanwhile"
 
 
 class ShardedWeights(Weights):
@@ -191,11 +194,54 @@ class ShardedWeights(Weights):
     def is_unsharded(self) -> bool:
         return self.passes.is_exposed
 
-    def gathered(self, bucket: int) -> Tensor:
-        """[P]: the whole weights of one bucket. All ranks call it where ranks have shards of it."""
-        if not self.core.plan.is_sharded(self.core.plan.bucket(bucket)):
-            return super().gathered(bucket)
-        return self.whole.gathered_once(bucket)
+    def units(self, *, is_wanted: bool) -> Generator[dict[str, Tensor], None, None]:
+        """A unit of what is sharded is a bucket, in memory that the next but one takes. All ranks gather them together:
+        before each, they tell each other whether one still wants more. A rank that leaves the loop comes here by
+        GeneratorExit, and goes on for the others.
+
+        Raises ZcError inside of a forward or backward, or if one of them, an update, a save or a load comes between two
+        units."""
+        core = self.core
+        sharded = {} if self.is_unsharded else core.plan.sharded_names
+        if sharded and self.passes.is_passing:
+            raise ZcError(f"whole weights are asked for inside of a forward or backward: {_BETWEEN}")
+        if sharded:
+            yield from self._gathered_units(is_wanted=is_wanted)
+        for name, param in core.placed.items() if is_wanted else ():  # last: who leaves here owes nothing any more
+            if name not in sharded:
+                yield {name: param.detach()}
+
+    def _gathered_units(self, *, is_wanted: bool) -> Generator[dict[str, Tensor], None, None]:
+        core, uses, is_left = self.core, self._uses, False
+        self.synchronize()
+        self.adopt_writes()
+        planned = uses.each_once()
+        with torch.inference_mode(False):
+            core.buffers.make_arena(planned.residency.nbytes)
+        num_changes = uses.num_changes
+        for number, (index,) in enumerate(planned.uses):
+            if not any(core.group.max_on_host([is_wanted and not is_left], "the next unit of whole weights")):
+                break
+            uses.run(planned, number)
+            bucket, (extent,) = core.plan.bucket(index), planned.residency.pieces[number].reads
+            flat = core.buffers.gathered("arena[0]", bucket, extent.start)
+            slots = [slot for slot, _ in core.params_in(bucket)]
+            if is_wanted and not is_left:
+                try:
+                    yield {slot.name: in_shape(flat[slot.offset : slot.stop], slot) for slot in slots}
+                except GeneratorExit:
+                    if sys.is_finalizing():  # a script has left it behind: no rank can be asked any more
+                        raise
+                    is_left = True
+            if uses.num_changes != num_changes:
+                core.streams.join_main()
+                raise ZcError(f"a forward, an update, a save or a load came between two whole weights: {_BETWEEN}")
+        else:
+            uses.run(planned, -1)
+        core.streams.join_main()
+        core.buffers.drop_arena()
+        if is_left:
+            raise GeneratorExit
 
     def lasting_tensors(self) -> Iterator[tuple[str, Tensor]]:
         for name, param in self.core.placed.items():

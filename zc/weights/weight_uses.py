@@ -25,6 +25,7 @@ from torch.profiler import record_function
 
 from zc.engine.part import Part
 from zc.passes.weights_schedule import build_weights_schedule
+from zc.planning.layout import ALIGN_NBYTES, align_up
 from zc.planning.plan import Plan
 from zc.planning.residency import Extent, Residency, Uses, plan_residency
 from zc.schedule.codegen import Run, RunNamed, load_pieces
@@ -73,6 +74,8 @@ class WeightUses(Part):
         self._number = 0  # of the pass that runs
         self._planned: PlannedPass | None = None  # the pass that runs
         self._position = 0  # in its uses
+        self._walk: PlannedPass | None = None  # `each_once`
+        self.num_changes = 0  # times that somebody may have taken the arena, or the weights may have changed
 
     @property
     def planned(self) -> list[PlannedPass]:
@@ -112,6 +115,7 @@ class WeightUses(Part):
 
     def end(self, *, is_order_kept: bool) -> None:
         """The pass is over. ``is_order_kept``: the next one like it is expected to have its order."""
+        self.num_changes += 1
         if self._order and is_order_kept:
             self._expected[self._number] = tuple(self._order)
         self._order.clear()
@@ -122,16 +126,34 @@ class WeightUses(Part):
         self._singles.clear()
         self._passes.clear()
         self._expected.clear()
+        self._walk = None
+
+    def each_once(self) -> PlannedPass:
+        """A pass outside of any forward that reads the masters' exact weights, each bucket by itself, in the order in
+        which modules were registered. The next bucket is gathered meanwhile, if there is room for two."""
+        plan = self.core.plan
+        if self._walk is None:
+            uses = tuple((bucket.index,) for bucket in reversed(plan.sharded))
+            largest = max(align_up(bucket.nbytes, ALIGN_NBYTES) for bucket in plan.sharded)
+            self._walk = self._plan("weights_each", uses, plan.exact_gathers(), min(plan.weight_cap, 2 * largest))
+        return self._walk
+
+    def run(self, planned: PlannedPass, number: int) -> None:
+        """Runs one piece of `each_once`."""
+        planned.run(number, self.core.streams, self._operations)
+
+    def _plan(self, name: str, uses: Uses, plan: Plan, cap: int) -> PlannedPass:
+        nbytes = {bucket.index: bucket.nbytes for bucket in plan.sharded}
+        residency = plan_residency(uses, nbytes, cap)
+        graph = build_weights_schedule(plan, residency, verify=self.core.config.verify)
+        return PlannedPass(name, uses, plan, residency, graph, load_pieces(graph))
 
     def _start(self, uses: Uses, known: dict[Uses, PlannedPass]) -> PlannedPass:
         core = self.core
+        self.num_changes += 1
         if uses not in known:
-            plan = core.plan
-            nbytes = {bucket.index: bucket.nbytes for bucket in plan.sharded}
-            residency = plan_residency(uses, nbytes, plan.weight_cap)
-            graph = build_weights_schedule(plan, residency, verify=core.config.verify)
             name = f"weights_{len(self._singles) + len(self._passes)}"
-            known[uses] = PlannedPass(name, uses, plan, residency, graph, load_pieces(graph))
+            known[uses] = self._plan(name, uses, core.plan, core.plan.weight_cap)
         self._planned, self._position = known[uses], 0
         with torch.inference_mode(False):
             core.buffers.make_arena(self._planned.residency.nbytes)

@@ -21,7 +21,7 @@ Where weights leave a host as differences (`zc.planning.wire`), ranks gather the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -161,9 +161,12 @@ class Weights(Part):
         """The parameters whose memory is another one for the moment, by the number of their storage."""
         return {}
 
-    def gathered(self, bucket: int) -> Tensor:
-        """[P]: the whole weights of one bucket, as this rank has them."""
-        return self.core.buffers.flat_param[bucket]
+    def units(self, *, is_wanted: bool) -> Generator[dict[str, Tensor], None, None]:
+        """The whole weights of all parameters in buckets, a unit at a time: name -> [shape]. Its memory may be used
+        again after the next unit has come. Only ranks with ``is_wanted`` get units."""
+        self.synchronize()
+        for name, param in self.core.placed.items() if is_wanted else ():
+            yield {name: param.detach()}
 
     # --- updates and loads ---
 

@@ -1,0 +1,130 @@
+"""zc.iter_weights: whole weights one after the other, on all ranks or some, also where ranks leave the loop early."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from harness import run_ranks
+from models import seeded
+from torch import nn
+
+import zc
+from zc.engine.buffers import Buffers
+from zc.planning.layout import ALIGN_NBYTES
+
+
+class Net(nn.Module):
+    """A tied weight, a frozen layer, a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(32, 16)
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(5))
+        self.head = nn.Linear(16, 32)
+        self.head.weight = self.tokens.weight
+        self.layers[2].requires_grad_(False)
+        self.register_buffer("scale", torch.tensor(3.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.tokens(x)
+        for layer in self.layers:
+            y = y + torch.tanh(layer(y))
+        loss: torch.Tensor = self.head(y).square().mean() * self.scale
+        return loss
+
+
+def trained(rank: int, options: dict[str, Any]) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    net = Net()
+    optimizer = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.1)
+    zc.compile(net, optimizer, backend="eager", bucket_nbytes=1200, **options)
+    for update in range(2):
+        net(torch.randint(0, 32, (3, 8), generator=seeded(rank, update))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return net, optimizer
+
+
+def update_between(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for _ in zc.iter_weights(net):
+        optimizer.step()
+
+
+def loops(rank: int, world_size: int, options: dict[str, Any]) -> list[str]:
+    """Job: what is wrong in loops over the weights. The oracle is the plain module that zc.close leaves."""
+    wrong = []
+    net, optimizer = trained(rank, options)
+    everywhere = dict(zc.iter_weights(net))
+    on_last = dict(zc.iter_weights(net, ranks=[world_size - 1]))
+    some = []
+    for name, value in zc.iter_weights(net):
+        some.append((name, value))
+        if rank == 0 and len(some) == 2:
+            break  # the others go on
+    if rank == 0:
+        assert len(some) == 2
+    else:
+        wrong += [] if {n for n, _ in some} == set(everywhere) else ["a rank that stayed lost some"]
+    first = next(iter(zc.iter_weights(net)))  # all leave at once
+    if options.get("stage") == 3:
+        with pytest.raises(zc.ZcError, match="between two whole weights"):
+            update_between(net, optimizer)
+    full = zc.full_state_dict(net)
+    with pytest.raises(zc.PlanError, match="ranks 0 to 1"):
+        zc.iter_weights(net, ranks=[world_size])
+    zc.close(net)
+    wanted = {key: value.clone() for key, value in net.state_dict().items()}
+    for what, got, keys in (
+        ("all ranks", everywhere, set(wanted)),
+        ("the last rank", on_last, set(wanted) if rank == world_size - 1 else set()),
+        ("full_state_dict", full, set(wanted) if rank == 0 else set()),
+        ("some", dict(some), {name for name, _ in some}),
+        ("the first", dict([first]), {first[0]}),
+    ):
+        wrong += [f"{what}: {set(got) ^ keys}"] if set(got) != keys else []
+        wrong += [f"{what}: {name}" for name in keys if not torch.equal(got[name], wanted[name])]
+    return wrong
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"stage": 2},
+        {"stage": 2, "overlap_gather": True},
+        {"stage": 2, "shard_frozen": True},
+        {"stage": 3},
+        {"stage": 3, "gather_dtype": torch.int8},
+    ],
+    ids=str,
+)
+def test_the_weights_of_a_closed_model(options: dict[str, Any]) -> None:
+    assert run_ranks(loops, 2, options) == [[]] * 2
+
+
+def room(rank: int, world_size: int) -> tuple[int, int]:
+    """Job: the bytes of the arena that the loop has allocated, and those of two units."""
+    net, _ = trained(rank, {"stage": 3})
+    seen: list[int] = []
+    make = Buffers.make_arena
+
+    def noting(self: Buffers, nbytes: int) -> None:
+        seen.append(nbytes)
+        make(self, nbytes)
+
+    Buffers.make_arena = noting  # type: ignore[method-assign]
+    try:
+        for _ in zc.iter_weights(net):
+            pass
+    finally:
+        Buffers.make_arena = make  # type: ignore[method-assign]
+    plan = zc.registry.sharded(net).runtime.plan
+    largest = max(-(-bucket.nbytes // ALIGN_NBYTES) * ALIGN_NBYTES for bucket in plan.sharded)
+    assert len(plan.sharded) > 3
+    return max(seen), 2 * largest
+
+
+def test_at_most_two_units_are_whole() -> None:
+    for most, two_units in run_ranks(room, 2):
+        assert 0 < most <= two_units
