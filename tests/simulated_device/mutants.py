@@ -138,7 +138,7 @@ MUTANTS: Sequence[Mutant] = (
         shows="wait",
     ),
     Mutant(
-        "gathers are read at once", "zc.weights.overlap_gather",
+        "gathers are read at once", "zc.weights.overlapped",
         "            self._publish(bucket)([], self.core.streams)", "            pass", GATHERS,
     ),
 )  # fmt: skip
