@@ -61,8 +61,8 @@ def _probe(
     reduce = TABLE[Reduce]
     if fault:  # the report's own: the last microbatch joins the accumulator after the reduction
 
-        def leaking(self: Accumulators, bucket: int, acc: str, src: str) -> None:
-            reduce(self, bucket, acc, src)
+        def leaking(self: Accumulators, bucket: int, acc: str, src: str, hop: int = 0) -> None:
+            reduce(self, bucket, acc, src, hop)
             self.buffers.acc_shard(self.plan.buckets[bucket]).add_(late[rank], alpha=0.01)
 
         late = [0.01, -0.01]

@@ -39,13 +39,13 @@ def _error(rank: int, world_size: int, run: Run, double: bool, fault: str = "") 
     reduce = TABLE[Reduce]
     if fault == "twice":
 
-        def broken(self: Accumulators, *args: Any) -> None:
-            reduce(self, *args)
-            reduce(self, *args)
+        def broken(self: Accumulators, *args: Any, **kwargs: Any) -> None:
+            reduce(self, *args, **kwargs)
+            reduce(self, *args, **kwargs)
 
         TABLE[Reduce] = broken
     elif fault == "first bucket lost":
-        TABLE[Reduce] = lambda self, b, *a: reduce(self, b, *a) if b else None
+        TABLE[Reduce] = lambda self, b, *a, **k: reduce(self, b, *a, **k) if b else None
     try:
         got = gradients(rank, run, double)
     finally:
