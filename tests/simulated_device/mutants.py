@@ -73,8 +73,6 @@ MUTANTS: Sequence[Mutant] = (
     Mutant("no event is recorded", STREAMS, "self._events[event].record(self._stream(stream))", "pass", MLP_2),
     Mutant("no stream waits", STREAMS, "self._stream(stream).wait_event(self._events[event])", "pass", MLP_2),
     Mutant("main joins nobody", STREAMS, 'self.wait(f"join/{name}", MAIN)', "pass", Scenario(1, loop="dropped")),
-    Mutant("no mark", STREAMS, "else stream.record_event()", "else None", BRANCHES_2),
-    Mutant("main waits for no mark", STREAMS, "main.wait_event(mark)", "pass", BRANCHES_2),
     Mutant(
         "no record_stream at a hand-over", STREAMS, "tensor.record_stream(main)  # the", "pass  # the", UPDATE_ON_A_SIDE
     ),
@@ -104,10 +102,6 @@ MUTANTS: Sequence[Mutant] = (
     Mutant(
         "deposits are read at once", "zc.engine.deposits",
         "self.streams.hand_to_main([d.grad for d in deposits], [d.mark for d in deposits])", "pass", BRANCHES_2,
-    ),
-    Mutant(
-        "deposits have no marks", "zc.engine.deposits", "_Deposit(grad, self.streams.mark())", "_Deposit(grad, None)",
-        BRANCHES_2,
     ),
     Mutant(
         "masters are read before they are there", "zc.engine.core", "def wait_for_host_memory(self) -> None:",
@@ -144,7 +138,7 @@ MUTANTS: Sequence[Mutant] = (
 )  # fmt: skip
 
 # of `make test`; `make test-device` has all
-SAMPLE = ("no stream waits", "main waits for no mark", "memory of a dropped model", "the host asks what was written")
+SAMPLE = ("no stream waits", "deposits are read at once", "memory of a dropped model", "the host asks what was written")
 
 
 class _Loader(importlib.machinery.SourceFileLoader):
