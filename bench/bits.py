@@ -21,6 +21,7 @@ import hashlib
 import itertools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -40,6 +41,7 @@ from torch.optim import AdamW, Muon, Optimizer
 
 import zc
 
+SCRIPT = "bits_of_this_record.py"
 ROOT = Path(__file__).resolve().parent.parent
 UPDATES, MICROBATCHES, BATCH = 3, 2, 4
 VOCAB, SEQ, WIDTH, BLOCKS = 64, 8, 32, 2
@@ -212,7 +214,7 @@ def digest(*values: Any) -> str:
             found.update(own.reshape(-1).view(torch.uint8).numpy().tobytes())  # can't give its memory back
         else:
             found.update(repr(value).encode())
-    return found.hexdigest()[:16]
+    return found.hexdigest()[:12]
 
 
 def flattened(value: Any) -> list[Any]:
@@ -223,9 +225,10 @@ def flattened(value: Any) -> list[Any]:
 
 
 def of_all_ranks(*values: Any) -> str:
-    gathered: list[Any] = [None] * dist.get_world_size()
+    """A digest a rank; one, where all have the same."""
+    gathered: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(gathered, digest(*values))
-    return digest(*gathered)
+    return gathered[0] if len(set(gathered)) == 1 else " ".join(gathered)
 
 
 def masters(model: nn.Module, optimizers: list[Optimizer]) -> str:
@@ -323,6 +326,7 @@ def record(cases: Sequence[Case], tree: Path) -> dict[str, Any]:
     results: dict[str, Any] = {}
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # ends the ranks, too
     with tempfile.TemporaryDirectory(prefix="zc-bits-") as folder:
+        shutil.copy(__file__, Path(folder) / SCRIPT)  # all ranks run one text, though it may be edited meanwhile
         for place, of_place in itertools.groupby(sorted(cases, key=lambda c: c.place), lambda c: c.place):
             left = list(of_place)
             while left:
@@ -332,19 +336,19 @@ def record(cases: Sequence[Case], tree: Path) -> dict[str, Any]:
     return {"commit": commit.stdout.strip(), "torch": torch.__version__, "cases": results}
 
 
-def _run(cases: Sequence[Case], place: Place, tree: Path, folder: Path, compiled: Path) -> dict[str, Any]:
+def _run(cases: Sequence[Case], place: Place, tree: Path, folder: Path, shared_folder: Path) -> dict[str, Any]:
     """Starts ranks, which train ``cases`` until one fails or hangs; {name: hashes} of those that were reached."""
     out = folder / "out"
     out.touch()
     (folder / "cases").write_text(json.dumps(cases))
     shared = {
         "PYTHONPATH": str(tree), "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
-        "TORCHINDUCTOR_CACHE_DIR": str(compiled / "inductor"), "TORCHINDUCTOR_COMPILE_THREADS": "1",
+        "TORCHINDUCTOR_CACHE_DIR": str(shared_folder / "inductor"), "TORCHINDUCTOR_COMPILE_THREADS": "1",
         "ZC_HOST_MEMORY": str(int(place.memory)),
     }  # fmt: skip
     ranks, logs = [], [folder / f"rank{rank}.log" for rank in range(place.num_ranks)]
     for rank, log in enumerate(logs):
-        command = [sys.executable, str(Path(__file__).resolve()), "rank", str(rank), str(folder)]
+        command = [sys.executable, str(shared_folder / SCRIPT), "rank", str(rank), str(folder)]
         env = {**os.environ, **shared, "GROUP_RANK": str(rank // place.per_host)}
         with log.open("w") as file:
             ranks.append(subprocess.Popen(command, env=env, cwd=folder, stdout=file, stderr=subprocess.STDOUT))
