@@ -7,8 +7,7 @@
 A case is one small training: a model, a stage, where its ranks stand (`PLACES`), what travels (`WIRES`), a backend and
 a way (`WAYS`). Its name is these words, and words on the command line choose cases: those of one kind are
 alternatives, so `eager stage2 stage3 offload` is two stages. Hashes are over all ranks. What zc.compile refuses is
-recorded by the class of the error, and so is what fails later or hangs; the processes are started again after that,
-and where torch alone makes other numbers in one of them than in the rest (a process in some thirty, on one machine).
+recorded by the class of the error, and so is what fails later or hangs; the processes are started again after that.
 
 It uses the public functions of zc alone, and nothing else of this repository: an older checkout must be able to run it.
 """
@@ -22,6 +21,7 @@ import hashlib
 import itertools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -41,12 +41,12 @@ from torch.optim import AdamW, Muon, Optimizer
 
 import zc
 
+SCRIPT = "bits_of_this_record.py"
 ROOT = Path(__file__).resolve().parent.parent
 UPDATES, MICROBATCHES, BATCH = 3, 2, 4
 VOCAB, SEQ, WIDTH, BLOCKS = 64, 8, 32, 2
 BUCKET_NBYTES = 10_000
 EPS = 1e-3  # of AdamW: no element whose gradient is rounding alone moves by whole steps
-ODD_RUNS = 20
 START_S, CASE_S = 300.0, 300.0  # without a new result for so long, ranks hang
 
 
@@ -231,25 +231,6 @@ def of_all_ranks(*values: Any) -> str:
     return gathered[0] if len(set(gathered)) == 1 else " ".join(gathered)
 
 
-def arithmetic() -> dict[str, str]:
-    """What torch alone makes of fixed numbers in this process, without zc: its name, and a digest."""
-    torch.manual_seed(0)
-    x = torch.randn(37, 65, generator=torch.Generator().manual_seed(1))
-    made = {
-        "randn": x, "uniform": torch.empty(37, 65).uniform_(-1, 1), "matmul": x @ x.T, "tanh": x.tanh(), "exp": x.exp(),
-        "sum": x.sum(0), "norm": x.norm(), "layer_norm": F.layer_norm(x, (65,)), "bf16": x.bfloat16() @ x.bfloat16().T,
-        "log_softmax": x.log_softmax(1),
-    }  # fmt: skip
-    for name, kind in MODELS.items():
-        torch.manual_seed(0)
-        model = kind()
-        made[f"weights of {name}"] = torch.cat([param.detach().flatten() for param in model.parameters()])
-        loss_of(model, 0, 0, 0).backward()
-        gradients = [param.grad for param in model.parameters() if param.grad is not None]
-        made[f"gradients of {name}"] = torch.cat([gradient.flatten() for gradient in gradients])
-    return {name: digest(value) for name, value in made.items()}
-
-
 def masters(model: nn.Module, optimizers: list[Optimizer]) -> str:
     """Of the whole fp32 values, wherever ranks keep their parts."""
     parts = {
@@ -317,12 +298,7 @@ def be_rank(rank: int, store: str, cases: list[Case], out: Path, place: Place) -
     limit = timedelta(seconds=2 * CASE_S)
     init = dist.FileStore(store, place.num_ranks)
     dist.init_process_group("gloo", store=init, rank=rank, world_size=place.num_ranks, timeout=limit)
-    gathered: list[Any] = [None] * place.num_ranks
-    dist.all_gather_object(gathered, arithmetic())
-    _append(out, rank, {"tree": str(Path(zc.__file__).resolve().parent.parent), "arithmetic": gathered})
-    wanted = json.loads((out.parent / "arithmetic").read_text()) or gathered[0]
-    if any(of_rank != wanted for of_rank in gathered):
-        os._exit(0)
+    _append(out, rank, {"tree": str(Path(zc.__file__).resolve().parent.parent)})
     for case in cases:
         try:
             made = train(case)
@@ -346,40 +322,33 @@ def _append(out: Path, rank: int, line: Mapping[str, Any]) -> None:
 
 
 def record(cases: Sequence[Case], tree: Path) -> dict[str, Any]:
-    """{"commit", "torch", "arithmetic", "cases": {name: hashes}}. Raises RuntimeError where ranks don't start."""
+    """{"tree", "commit", "torch", "cases": {name: hashes}}. Raises RuntimeError where ranks don't start."""
     results: dict[str, Any] = {}
-    known: dict[str, str] = {}  # as of `arithmetic`
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # ends the ranks, too
     with tempfile.TemporaryDirectory(prefix="zc-bits-") as folder:
+        shutil.copy(__file__, Path(folder) / SCRIPT)  # all ranks run one text, though it may be edited meanwhile
         for place, of_place in itertools.groupby(sorted(cases, key=lambda c: c.place), lambda c: c.place):
-            left, num_runs = list(of_place), 0
+            left = list(of_place)
             while left:
-                num_runs += 1
-                if num_runs > len(results) + ODD_RUNS:
-                    raise RuntimeError(f"{ODD_RUNS} times torch alone made other numbers in one process than in others")
-                results |= _run(left, PLACES[place], tree, known, Path(tempfile.mkdtemp(dir=folder)), Path(folder))
+                results |= _run(left, PLACES[place], tree, Path(tempfile.mkdtemp(dir=folder)), Path(folder))
                 left = [case for case in left if case.name not in results]
     commit = subprocess.run(["git", "-C", str(tree), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-    return {"commit": commit.stdout.strip(), "torch": torch.__version__, "arithmetic": known, "cases": results}
+    return {"commit": commit.stdout.strip(), "torch": torch.__version__, "cases": results}
 
 
-def _run(
-    cases: Sequence[Case], place: Place, tree: Path, known: dict[str, str], folder: Path, compiled: Path
-) -> dict[str, Any]:
-    """Starts ranks, which train ``cases`` until one fails or hangs; {name: hashes} of those that were reached. None
-    are where torch alone makes other numbers in one of these processes than in the others and than is ``known``."""
+def _run(cases: Sequence[Case], place: Place, tree: Path, folder: Path, shared_folder: Path) -> dict[str, Any]:
+    """Starts ranks, which train ``cases`` until one fails or hangs; {name: hashes} of those that were reached."""
     out = folder / "out"
     out.touch()
     (folder / "cases").write_text(json.dumps(cases))
-    (folder / "arithmetic").write_text(json.dumps(known))
     shared = {
         "PYTHONPATH": str(tree), "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
-        "TORCHINDUCTOR_CACHE_DIR": str(compiled / "inductor"), "TORCHINDUCTOR_COMPILE_THREADS": "1",
+        "TORCHINDUCTOR_CACHE_DIR": str(shared_folder / "inductor"), "TORCHINDUCTOR_COMPILE_THREADS": "1",
         "ZC_HOST_MEMORY": str(int(place.memory)),
     }  # fmt: skip
     ranks, logs = [], [folder / f"rank{rank}.log" for rank in range(place.num_ranks)]
     for rank, log in enumerate(logs):
-        command = [sys.executable, str(Path(__file__).resolve()), "rank", str(rank), str(folder)]
+        command = [sys.executable, str(shared_folder / SCRIPT), "rank", str(rank), str(folder)]
         env = {**os.environ, **shared, "GROUP_RANK": str(rank // place.per_host)}
         with log.open("w") as file:
             ranks.append(subprocess.Popen(command, env=env, cwd=folder, stdout=file, stderr=subprocess.STDOUT))
@@ -406,12 +375,6 @@ def _run(
         raise RuntimeError("the ranks did not start:\n" + "\n".join(log.read_text()[-3000:] for log in logs))
     if lines[0]["tree"] != str(tree):
         raise RuntimeError(f"zc was to come from {tree} and comes from {lines[0]['tree']}")
-    wanted, *_ = found = lines[0]["arithmetic"]
-    departs = {rank: [k for k, v in (known or wanted).items() if v != made[k]] for rank, made in enumerate(found)}
-    if any(departs.values()):
-        print(f"once more, since torch alone makes other numbers, by ranks: {departs}", flush=True)
-        return {}
-    known.update(wanted)
     results = {line.pop("case"): line for line in lines[1:]}
     following = next((case for case in cases if case.name not in results), None)
     if following is not None:
@@ -434,7 +397,6 @@ def compare(first: Mapping[str, Any], second: Mapping[str, Any]) -> tuple[list[s
     difference."""
     one, other = first["cases"], second["cases"]
     lines, num_equal = [], 0
-    departs = [name for name in first["arithmetic"] if first["arithmetic"][name] != second["arithmetic"].get(name)]
     for name in sorted(one.keys() & other.keys()):
         keys = sorted((one[name].keys() | other[name].keys()) - {"why"})
         differ = [key for key in keys if one[name].get(key) != other[name].get(key)]
@@ -444,8 +406,6 @@ def compare(first: Mapping[str, Any], second: Mapping[str, Any]) -> tuple[list[s
             texts = [str(end.get("refused", end.get("failed"))) + f" ({end['why']})" for end in ends]
             lines.append(f"different: {name}: {', '.join(differ)}" + "".join(f"; {text}" for text in texts))
     num_different = len(lines)
-    if departs:
-        lines.append(f"torch alone makes other numbers there: {', '.join(departs)}")
     missing = [(name, "second" if name in one else "first") for name in sorted(one.keys() ^ other.keys())]
     lines += [f"missing in the {where}: {name}" for name, where in missing]
     lines.append(f"{num_equal} equal, {num_different} different, {len(missing)} missing")

@@ -16,8 +16,9 @@ from zc.optim.assignment import Assignment
 from zc.optim.kinds import is_elementwise
 from zc.optim.trials import state_keys
 from zc.planning.layout import ALIGN_NBYTES, Rule, align_up
-from zc.planning.nbytes import STATES, resident
+from zc.planning.nbytes import resident
 from zc.planning.plan import Plan
+from zc.planning.traits import num_states
 
 
 def check_replicas(config: Config, num_replicas: int) -> None:
@@ -116,15 +117,15 @@ def check_shards_fit(plan: Plan) -> None:
 
 def check_host(plan: Plan, assignment: Assignment) -> None:
     """For offload, whose update runs on the processor. Raises PlanError unless its memory fits into the host's."""
-    num_states = []
+    states = []
     for optimizer in assignment.optimizers:
         name = type(optimizer).__name__
         if any(group.get("capturable") for group in optimizer.param_groups):
             raise PlanError(
                 f"offload: {name} was made with capturable=True, which keeps its state on the device; make it without"
             )
-        num_states.append(len(state_keys(optimizer)) if is_elementwise(optimizer) else STATES.get(name, 2))
-    _, needed, _ = resident(plan, num_states)
+        states.append(len(state_keys(optimizer)) if is_elementwise(optimizer) else num_states(name))
+    _, needed, _ = resident(plan, states)
     advice = "use more machines, or a smaller part (offload_accumulate='device')"
     check_room("offload", needed, ranks_on_this_host(plan.world_size), available_nbytes(), advice)
 

@@ -18,7 +18,7 @@ from zc.errors import PlanError
 from zc.machine import note_of_connections
 from zc.offload.disk import open_file
 from zc.optim.assignment import Assignment, optimizers_in
-from zc.optim.kinds import ELEMENTWISE, is_elementwise, note_of, rule_of, try_out
+from zc.optim.kinds import is_elementwise, note_of, rule_of, try_out
 from zc.optim.param_writes import note_of_shared
 from zc.optim.trials import state_keys
 from zc.plan_checks import check_encodings, check_host, check_plan, check_replicas, check_scripts
@@ -28,6 +28,7 @@ from zc.planning.layout import Rule, own_strides
 from zc.planning.packing import ParamSpec, make_plan
 from zc.planning.plan import Plan
 from zc.planning.topology import Topology, usable
+from zc.planning.traits import elementwise_names
 from zc.ranks.group import Group
 from zc.registry import COMPILED
 
@@ -155,7 +156,7 @@ def _open_state_file(config: Config, rank: int, plan: Plan, assignment: Assignme
         raise PlanError(f"offload='disk' takes one optimizer, and was given {kinds}: use offload='cpu'")
     if not is_elementwise(optimizer):
         raise PlanError(
-            f"offload='disk' takes torch's elementwise optimizers ({', '.join(ELEMENTWISE)}), not "
+            f"offload='disk' takes torch's elementwise optimizers ({', '.join(elementwise_names())}), not "
             f"{type(optimizer).__name__}: use offload='cpu'"
         )
     keys = state_keys(optimizer)

@@ -37,6 +37,7 @@ from zc.engine.program import Program
 from zc.machine import num_threads
 from zc.offload.disk import DiskState
 from zc.planning.plan import Plan
+from zc.planning.traits import TRAITS
 from zc.schedule.buffer import Buffer
 from zc.schedule.nodes import put
 from zc.schedule.spec import CastParam, CopyToDevice, Op, Publish, Spread, Update, gather_node
@@ -44,9 +45,6 @@ from zc.schedule.spec import CastParam, CopyToDevice, Op, Publish, Spread, Updat
 if TYPE_CHECKING:
     from zc.engine.core import Core
     from zc.offload.disk_file import StateFile
-
-
-FUSED = ("Adam", "AdamW", "SGD")  # torch has one pass over a parameter for these on the CPU
 
 
 def step_graph(plan: Plan, buckets: Sequence[int], *, with_update: bool) -> fx.Graph:
@@ -229,7 +227,8 @@ def _threads(num: int) -> Iterator[None]:
 def prefer_fused(optimizer: Any) -> None:
     """Selects torch's fused CPU update unless the caller chose another form. Without it torch passes over host memory
     tensor by tensor and operation by operation."""
-    for group in optimizer.param_groups if type(optimizer).__name__ in FUSED else ():
+    traits = TRAITS.get(type(optimizer).__name__)
+    for group in optimizer.param_groups if traits is not None and traits.has_fused else ():
         is_chosen = group.get("fused") is not None or group.get("foreach") or group.get("differentiable")
         if not is_chosen:
             group["fused"] = True

@@ -20,19 +20,9 @@ from zc.errors import PlanError
 from zc.optim.declared import DECLARED
 from zc.optim.trials import check_elementwise, check_independent
 from zc.planning.layout import Rule
+from zc.planning.traits import TRAITS, Traits
 
 Class = TypeVar("Class", bound=type[Optimizer])
-
-# Elementwise: the update of an element reads only its gradient and state, so a shard may cut a parameter anywhere.
-ELEMENTWISE = (
-    "SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "Adagrad", "Adadelta", "ASGD",
-)  # fmt: skip
-WHOLE = ("Muon", "Adafactor")  # torch's own that read matrices
-REFUSED = {
-    "LBFGS": "it evaluates its closure several times, and keeps one history over all parameters. Use a first-order "
-    "optimizer here, or DistributedDataParallel for LBFGS",
-    "SparseAdam": "it takes sparse gradients, zc reduces dense ones. Use Adam, and embeddings made with sparse=False",
-}
 
 
 @overload
@@ -64,9 +54,10 @@ def elementwise(cls: Class | None = None, *, block: int = 1) -> Class | Callable
     def declare(declared: Class) -> Class:
         if not isinstance(declared, type) or not issubclass(declared, Optimizer):
             raise TypeError(f"zc.elementwise takes a class of optimizers (a torch.optim.Optimizer), got {declared!r}")
-        if _is_torchs(declared, (*WHOLE, *REFUSED)):
+        traits = _traits_of(declared)
+        if traits is not None and not traits.is_elementwise:
             raise TypeError(f"torch.optim.{declared.__name__} is not elementwise, so zc.elementwise does not take it")
-        if not _is_torchs(declared, ELEMENTWISE):
+        if traits is None:
             DECLARED[declared] = block
         return declared
 
@@ -76,13 +67,13 @@ def elementwise(cls: Class | None = None, *, block: int = 1) -> Class | Callable
 def rule_of(optimizer: Optimizer) -> Rule:
     """The layout rule of the optimizer's class. Raises PlanError for optimizers that can't work on shards at all."""
     cls = type(optimizer)
-    if cls.__name__ in REFUSED:
-        raise PlanError(f"optimizer {cls.__name__} can't work on shards: {REFUSED[cls.__name__]}")
-    if _is_torchs(cls, ELEMENTWISE):
-        return Rule()
+    of_name = TRAITS.get(cls.__name__)  # whoever's it is
+    if of_name is not None and of_name.refusal is not None:
+        raise PlanError(f"optimizer {cls.__name__} can't work on shards: {of_name.refusal}")
     if cls in DECLARED:
         return Rule(block=DECLARED[cls])
-    return Rule(whole=True, cost="newton_schulz" if _is_torchs(cls, ("Muon",)) else "elements")
+    traits = _traits_of(cls)
+    return Rule(whole=True) if traits is None else traits.rule
 
 
 def try_out(optimizer: Optimizer, world_size: int, device: torch.device) -> None:
@@ -110,13 +101,16 @@ def note_of(optimizer: Optimizer) -> str | None:
 
 def is_known(optimizer: Optimizer) -> bool:
     """Whether the class is torch's own."""
-    return _is_torchs(type(optimizer), (*ELEMENTWISE, *WHOLE))
+    traits = _traits_of(type(optimizer))
+    return traits is not None and traits.refusal is None
 
 
 def is_elementwise(optimizer: Optimizer) -> bool:
     """Whether the class is one of torch's elementwise ones, so that buckets may be updated at different times."""
-    return _is_torchs(type(optimizer), ELEMENTWISE)
+    traits = _traits_of(type(optimizer))
+    return traits is not None and traits.is_elementwise
 
 
-def _is_torchs(cls: type[Optimizer], names: tuple[str, ...]) -> bool:
-    return cls.__module__.startswith("torch.optim") and cls.__name__ in names
+def _traits_of(cls: type[Optimizer]) -> Traits | None:
+    """None: the class is not torch's own, or unknown."""
+    return TRAITS.get(cls.__name__) if cls.__module__.startswith("torch.optim") else None

@@ -6,23 +6,20 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from zc.planning.plan import NUM_HOST_SUMS, Bucket, Plan
+from zc.planning.traits import num_states
 from zc.planning.wire import num_rows, row_nbytes
-
-# how many fp32 tensors of a parameter's size each of torch's optimizers keeps; others count as Adam
-STATES = {"Adam": 2, "AdamW": 2, "Adamax": 2, "NAdam": 2, "RAdam": 2, "RMSprop": 1, "Adagrad": 1, "Adadelta": 2,
-          "ASGD": 1, "Rprop": 2, "SGD": 0, "Muon": 1}  # fmt: skip
 
 
 def of_ddp(numel_by_optimizer: Mapping[str, int]) -> int:
     """Bytes that DDP keeps in fp32 between steps: weights, gradients (views of its buckets), and the whole state of
     each optimizer."""
-    return sum(numel * 4 * (2 + STATES.get(name, 2)) for name, numel in numel_by_optimizer.items())
+    return sum(numel * 4 * (2 + num_states(name)) for name, numel in numel_by_optimizer.items())
 
 
-def resident(plan: Plan, num_states: Sequence[int]) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
+def resident(plan: Plan, states: Sequence[int]) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
     """Bytes (device, host, disk) of a rank by kind, as `zc.engine.buffers.Buffers` allocates them. Optimizer state
     counts with the shard's padding, although it has none. If ranks own unequal parts (whole parameters), the largest
-    counts. ``num_states``: how many tensors of a parameter's size each optimizer keeps."""
+    counts. ``states``: how many tensors of a parameter's size each optimizer keeps."""
 
     shards_weights = plan.placement.shards_weights
     cast = tuple(b for b in plan.buckets if b.has_master)
@@ -34,7 +31,7 @@ def resident(plan: Plan, num_states: Sequence[int]) -> tuple[dict[str, int], dic
     host_sum = max(plan.numel_host_sum(b) * b.net_dtype.itemsize for b in plan.buckets)
     in_ring, ring = plan.placement.shards_gradients, min(plan.num_buffers, len(plan.buckets))
     acc = in_shards(plan.buckets, "acc_dtype") if in_ring else sum(b.numel * b.acc_dtype.itemsize for b in plan.buckets)
-    state = heaviest(plan.buckets, lambda b: num_states[b.optimizer] * b.acc_dtype.itemsize)
+    state = heaviest(plan.buckets, lambda b: states[b.optimizer] * b.acc_dtype.itemsize)
     in_pieces = plan.world_size > 1 and (in_ring or plan.offload is not None)
     device = {
         "flat_param": 0 if shards_weights else sum(b.nbytes for b in plan.buckets),

@@ -12,9 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from zc.planning.nbytes import STATES, copied, heaviest, of_ddp, resident, sent, sent_between_hosts
+from zc.planning.nbytes import copied, heaviest, of_ddp, resident, sent, sent_between_hosts
 from zc.planning.plan import Plan
 from zc.planning.topology import Topology
+from zc.planning.traits import num_states
 from zc.report.summary import megabytes
 
 
@@ -107,14 +108,14 @@ def estimate(
     ``optimizers``: the class name of each; ``hosts``: where the ranks are; ``frozen_nbytes``: of all frozen parameters.
     A rank keeps those whole that are in no bucket.
     """
-    device, host, disk = resident(plan, [STATES[name] for name in optimizers])
+    device, host, disk = resident(plan, [num_states(name) for name in optimizers])
     whole = frozen_nbytes - sum(slot.numel * b.param_dtype.itemsize for b in plan.frozen for slot in b.slots)
     if whole:
         device["frozen"] = device.get("frozen", 0) + whole
     wire, bus = sent(plan, microbatches), copied(plan, microbatches)
     left = sent_between_hosts(plan, microbatches, hosts.ranks_per_host)
     # gradient, master and each state are read, the last two written: 28 bytes an fp32 element with two states
-    update = heaviest(plan.buckets, lambda b: b.acc_dtype.itemsize * (3 + 2 * STATES[optimizers[b.optimizer]]))
+    update = heaviest(plan.buckets, lambda b: b.acc_dtype.itemsize * (3 + 2 * num_states(optimizers[b.optimizer])))
     memory = rates["host_bandwidth"] if plan.offload is not None else rates["device_bandwidth"]
     parts = {
         "compute": (rates["compute_seconds"], 1.0),

@@ -18,12 +18,11 @@ from zc.config import Config, check_count
 from zc.errors import PlanError
 from zc.plan_checks import check_plan, check_replicas, check_scripts
 from zc.planning.blocks import find_kinds
-from zc.planning.layout import Rule
-from zc.planning.nbytes import STATES
 from zc.planning.packing import ParamSpec
 from zc.planning.placement import PLACEMENTS
 from zc.planning.plan import Plan
 from zc.planning.topology import Topology, flat, usable
+from zc.planning.traits import TRAITS, counted_names
 from zc.prepare import plan_for
 from zc.registry import COMPILED
 from zc.report.estimate import Estimate, Peer, estimate
@@ -33,7 +32,6 @@ if TYPE_CHECKING:
     from zc.optim.model import ShardedModel
 
 MAX_WORLD_SIZE = 4096
-RULES = {"Muon": Rule(whole=True, cost="newton_schulz")}  # of the others: equal shards
 
 
 def plan(
@@ -127,7 +125,7 @@ def plan(
         raise PlanError(f"{type(model).__name__} has no trainable parameter (requires_grad is False for all)")
     classes, owners = _optimizers(params, optimizer)
     specs = [ParamSpec.of(name, p, config.param_dtype, owners[name]) for name, p in params.items()]
-    rules = [RULES.get(name, Rule()) for name in classes]
+    rules = [TRAITS[name].rule for name in classes]
     hosts = flat(world_size) if ranks_per_host is None else Topology(world_size // ranks_per_host, ranks_per_host)
     topology = _topology_of_replica(hosts, num_replicas, ranks_per_host)
     topology = usable(topology, config.reduce, {s.device.type for s in specs})
@@ -196,8 +194,8 @@ def _optimizers(
         )
     by_pattern = {"*": optimizer} if isinstance(optimizer, str) else dict(optimizer)
     for name in by_pattern.values():
-        if name not in STATES:
-            raise PlanError(f"optimizer must be one of {', '.join(STATES)}, got {name!r}")
+        if name not in counted_names():
+            raise PlanError(f"optimizer must be one of {', '.join(counted_names())}, got {name!r}")
     classes = list(dict.fromkeys(by_pattern.values()))
     owners: dict[str, int] = {}
     for name, param in params.items():
