@@ -115,7 +115,7 @@ def reduce(accs: Accumulators, bucket: int, dst: str, src: str, hop: int = 0) ->
     sent, total = _sent(accs, bucket, src, hop), _sum_into(accs, bucket, dst, hop)
     accs.routes.to_reduce(hop).reduce(accs.plan.buckets[bucket], sent, total)
     _end_hop(accs, bucket, total, hop)
-    log.debug("bucket %d: all ranks' %s are reduced into %s", bucket, src, dst)
+    log.debug("bucket %d: %s is reduced into %s", bucket, src, dst)
 
 
 def take(accs: Accumulators, bucket: int, dst: str, src: str, hop: int = 0) -> None:
