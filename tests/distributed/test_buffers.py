@@ -85,6 +85,8 @@ def _loop(
             optimizer.zero_grad()
             optimizer.step()
         optimizer.step()
+        if how == "writes after a step of nothing":  # it finishes no backward, and the next forward is still the first
+            optimizer.step()
         optimizer.zero_grad()
         if how.startswith("writes"):
             with torch.no_grad():
@@ -105,7 +107,8 @@ def _loop(
     return seen, buffers, weights(model)
 
 
-HOWS = ("plain", "no_sync", "skips", "looks", "evaluates", "writes", "writes and evaluates")
+HOWS = ("plain", "no_sync", "skips", "looks", "evaluates", "writes", "writes and evaluates",
+        "writes after a step of nothing")
 MODELS = {"batch_norm": batch_norm, "codebook": Codebook}
 
 

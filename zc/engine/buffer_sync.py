@@ -101,10 +101,11 @@ class BufferSync:
                 packed = _pack(buffers)
                 runtime.group.broadcast_(packed)
                 self._take(packed, buffers)
-        self._was_due = self._for_whom == _EVERY_RANK
+        if not self._is_first or self._for_whom == _EVERY_RANK:  # else the last forward was before this update, too
+            self._was_due = self._for_whom == _EVERY_RANK
+            self._as_they_were = self._now() if self._was_due else {}
         self._has_ended = self._is_due = self._has_trained = False
         self._for_whom, self._is_first = _NOBODY, True
-        self._as_they_were = self._now() if self._was_due else {}
         while self._sent:
             self._sent.pop(0)[0].wait()
 
@@ -121,8 +122,11 @@ class BufferSync:
         return {name: (weakref.ref(buffer), _version(buffer)) for name, buffer in self._named()}
 
     def _written(self) -> str:
-        """The first buffer that was written since all ranks had the same ones; "" for none."""
+        """The first buffer that was written since all ranks had the same ones; "" for none. One of another shape or
+        dtype is refused at the boundary, if a parameter that was converted with it is not refused before."""
         for name, buffer in self._named():
+            if self._shapes.get(name) != (tuple(buffer.shape), buffer.dtype):
+                continue
             ref, version = self._as_they_were.get(name, (None, 0))
             if ref is None or ref() is not buffer or version != _version(buffer):
                 return name
