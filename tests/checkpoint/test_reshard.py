@@ -102,18 +102,21 @@ def _late_gathers(rank: int, world_size: int, options: dict[str, Any], path: Pat
     model, optimizer = job.compiled()
     gather = TABLE[Gather]
 
-    def slow(*args: Any) -> Any:
+    def slow(*args: Any, **kwargs: Any) -> Any:
         time.sleep(0.05)
-        return gather(*args)
+        return gather(*args, **kwargs)
 
     TABLE[Gather] = slow
-    job.steps(model, optimizer, 0, 3)
-    zc.save(path, model, optimizer)
-    saved = parts(model, optimizer)
-    job.steps(model, optimizer, 3, 5)
-    zc.load(path, model, optimizer)
-    values = {name: param.detach().clone() for name, param in model.named_parameters()}  # no zc.synchronize before
-    return {"saved": saved, "loaded": parts(model, optimizer), "weights": values}
+    try:
+        job.steps(model, optimizer, 0, 3)
+        zc.save(path, model, optimizer)
+        saved = parts(model, optimizer)
+        job.steps(model, optimizer, 3, 5)
+        zc.load(path, model, optimizer)
+        values = {name: param.detach().clone() for name, param in model.named_parameters()}  # no zc.synchronize before
+        return {"saved": saved, "loaded": parts(model, optimizer), "weights": values}
+    finally:
+        TABLE[Gather] = gather
 
 
 @pytest.mark.parametrize("options", [{}, {"param_dtype": torch.bfloat16}], ids=["fp32", "bf16"])

@@ -1,4 +1,4 @@
-"""The device finds what is taken out of zc (mutants.py), each in a process of its own."""
+"""The device finds what is taken out of zc (device_mutants.py), each in a process of its own."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import contextlib
 import pytest
 from device_ranks import end_ranks, needs_device, run_on_device
 from harness import RanksFailed
-from mutants import MUTANTS, SAMPLE, Mutant, train_mutated
+from device_mutants import MUTANTS, SAMPLE, Mutant, train_mutated
 from tiers import FULL
 
 pytestmark = [needs_device, pytest.mark.filterwarnings("ignore")]
