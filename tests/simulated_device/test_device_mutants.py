@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 
 import pytest
+from device_mutants import MUTANTS, SAMPLE, Mutant, train_mutated
 from device_ranks import end_ranks, needs_device, run_on_device
 from harness import RanksFailed
-from device_mutants import MUTANTS, SAMPLE, Mutant, train_mutated
 from tiers import FULL
 
 pytestmark = [needs_device, pytest.mark.filterwarnings("ignore")]
