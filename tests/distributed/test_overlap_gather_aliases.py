@@ -25,6 +25,11 @@ ALIASES: dict[str, Callable[[nn.Parameter], Any]] = {
 }
 
 
+def has_waited(model: nn.Module) -> bool:
+    """Whether no gather may be in flight; without overlap_gather none ever is."""
+    return not getattr(zc.registry.sharded(model).runtime.weights, "is_in_flight", False)
+
+
 class Keeper:
     """After each odd update keeps an alias of the last weights, one kind after the other; after the even ones, looks at
     what it has kept, and lets go of it. ``waited``: whether step() had, each time."""
@@ -35,7 +40,7 @@ class Keeper:
         self.waited: list[bool] = []
 
     def __call__(self, model: nn.Module) -> None:
-        self.waited.append(not zc.registry.sharded(model).runtime.weights.is_in_flight)
+        self.waited.append(has_waited(model))
         if not self.kept:
             self.kept.append(next(self.kinds)(last_weight(model)))
             return
@@ -92,7 +97,7 @@ def _in_flight(rank: int, world_size: int) -> tuple[list[bool], str]:
         watch(self)
 
     def look(model: nn.Module) -> None:
-        waited.append(not zc.registry.sharded(model).runtime.weights.is_in_flight)
+        waited.append(has_waited(model))
 
     try:
         Group.all_gather, OverlappedWeights.watch = slow_gather, late_watch  # type: ignore[method-assign]

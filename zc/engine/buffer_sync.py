@@ -67,6 +67,7 @@ class BufferSync:
         self._for_whom = _NOBODY  # the ranks that the buffers of rank 0's last message are for
         self._is_first = True  # whether the next forward is the first since all ranks had the same buffers
         self._was_due = True  # whether DDP would broadcast before that forward
+        self._stays_due = True  # the same after this update, as rank 0's last message says
         self._as_they_were = self._now()
         self._sent: list[tuple[Work, list[Tensor]]] = []  # messages of rank 0 and their tensors, until they arrive
 
@@ -101,8 +102,8 @@ class BufferSync:
                 packed = _pack(buffers)
                 runtime.group.broadcast_(packed)
                 self._take(packed, buffers)
-        if not self._is_first or self._for_whom == _EVERY_RANK:  # else the last forward was before this update, too
-            self._was_due = self._for_whom == _EVERY_RANK
+        self._was_due = self._stays_due
+        if not self._is_first or self._for_whom == _EVERY_RANK:  # else this rank's last forward was before this update
             self._as_they_were = self._now() if self._was_due else {}
         self._has_ended = self._is_due = self._has_trained = False
         self._for_whom, self._is_first = _NOBODY, True
@@ -144,7 +145,8 @@ class BufferSync:
         group, by_device = runtime.group, self._by_device()
         nbytes = sum(b.nbytes for buffers in by_device.values() for b in buffers)
         for_whom = _EVERY_RANK if self._is_due else _NOBODY if self._has_trained else _WHO_HAS_TRAINED
-        head = torch.tensor([is_last, for_whom, nbytes, bool(written)], device="cpu")
+        stays_due = self._is_due or (self._is_first and self._was_due)  # an update without a forward changes nothing
+        head = torch.tensor([is_last, for_whom, nbytes, bool(written), stays_due], device="cpu")
         if group.rank == 0:
             packs = [_pack(buffers).cpu() for buffers in self._in_message(by_device, head)]
             self._sent.append((group.send_to_all([head, *packs], "sending its buffers"), [head, *packs]))
@@ -152,7 +154,7 @@ class BufferSync:
             group.receive(
                 head, f"{_WHAT}, as {written} was written between two updates. {_TOGETHER}" if written else _WHAT
             )
-        self._has_ended, self._for_whom = bool(head[0]), int(head[1])
+        self._has_ended, self._for_whom, self._stays_due = bool(head[0]), int(head[1]), bool(head[4])
         self._compare_writes(written, rank_0_has_written=bool(head[3]))
         model = self._model()
         if self._for_whom == _NOBODY or model is None or group.rank == 0:
