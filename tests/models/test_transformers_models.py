@@ -26,7 +26,7 @@ from torch.optim import SGD, Optimizer
 from zoo import ZOO
 
 import zc
-from zc.engine.accumulators import Accumulators
+from zc.ranks.routes import Routes
 
 STEPS = 5
 TOLERANCE = 2e-5
@@ -208,20 +208,20 @@ def generated(rank: int, world_size: int, backend: str) -> dict[str, Any]:
     optimizer.step()
     optimizer.zero_grad()
     gathered: list[int] = []
-    places = Accumulators.weight_places
+    gather = Routes.gather
 
-    def counted(self: Accumulators, bucket: int) -> Any:  # asked for by each gather
-        gathered.append(bucket)
-        return places(self, bucket)
+    def counted(self: Routes, bucket: Any, *tensors: Any, **options: Any) -> None:
+        gathered.append(bucket.index)
+        gather(self, bucket, *tensors, **options)
 
-    Accumulators.weight_places = counted  # type: ignore[method-assign]
+    Routes.gather = counted  # type: ignore[method-assign]
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         outside = _tokens(model, rank)
     num_outside, num_buckets = len(gathered), len(zc.registry.sharded(model).runtime.plan.sharded)
     with zc.whole_parameters(model):
         inside = _tokens(model, rank)
-    Accumulators.weight_places = places  # type: ignore[method-assign]
+    Routes.gather = gather  # type: ignore[method-assign]
     num_said = sum("generate()" in str(each.message) and "whole_parameters" in str(each.message) for each in said)
     state = zc.full_state_dict(model)
     wanted = None
