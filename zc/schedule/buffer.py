@@ -114,10 +114,6 @@ class Buffer:
         return KINDS[self.kind].carrier
 
     @property
-    def holds_weights(self) -> bool:
-        return self.kind in ("flat_param", "gathered", "weight")
-
-    @property
     def on_host(self) -> bool:
         return KINDS[self.kind].on_host
 
