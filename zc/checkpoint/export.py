@@ -6,9 +6,10 @@ torch.optim.AdamW(model.parameters()).load_state_dict(zc.full_optimizer_state(mo
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,41 +33,53 @@ from zc.engine.memory_order import in_shape
 from zc.errors import CheckpointError
 from zc.optim.assignment import Optimizers, innermost, like_container
 from zc.registry import sharded
+from zc.whole import whole_values
 
 if TYPE_CHECKING:
     from zc.optim.model import ShardedModel
     from zc.optim.optimizer import ShardedOptimizer
 
 SHARD_NBYTES = 5 * 10**9  # the Hub's usual file size
+INDEX = "model.safetensors.index.json"
 
 
 def export(
     path: str | Path,
-    checkpoint: str | Path,
+    source: str | Path | nn.Module,
     *,
     dtype: torch.dtype | None = None,
     shard_nbytes: int = SHARD_NBYTES,
 ) -> list[Path]:
-    """Writes a checkpoint's weights as safetensors under the module's names, in the layout of the Hugging Face Hub.
+    """Writes weights as safetensors under the module's names, in the layout of the Hugging Face Hub: those of a
+    checkpoint, or of a compiled model.
 
-    One process calls it, without a model or a process group. It holds at most one file's tensors in memory. A tied
-    weight is written under its first name (transformers ties it again). Extra states of modules, which are not tensors,
-    are left out.
+    For a checkpoint one process calls it, without a model or a process group. For a model all ranks call it, between
+    two updates; rank 0 writes, and in stage 3 weights come to it as in `iter_weights`. Who writes holds at most one
+    file's tensors in memory. A tied weight is written under its first name (transformers ties it again). Extra states
+    of modules, which are not tensors, are left out.
 
     Args:
         path: a folder, created if missing. It gets ``model.safetensors``, or ``model-00001-of-0000N.safetensors`` and
-            ``model.safetensors.index.json``. Files of these names must not exist.
-        checkpoint: a folder that `save` wrote.
-        dtype: the dtype of floating-point tensors. None keeps theirs, which is fp32 for masters.
+            ``model.safetensors.index.json``. It must have no files of these names.
+        source: a folder that `save` wrote, or a model that `compile` returned.
+        dtype: the dtype of floating-point tensors. None keeps theirs: fp32 for the masters of a checkpoint, and for a
+            model the dtype of its parameters.
         shard_nbytes: the size limit of a file, unless one tensor is larger.
 
     Returns:
         The files that contain tensors.
-    """
-    from safetensors.torch import save_file
 
-    reader, folder = Reader(Path(checkpoint)), Path(path)
-    metadata = reader.read_metadata()
+    Raises:
+        CheckpointError, of a model on every rank: the folder has such files, or can't be written; or the checkpoint has
+            no weights. The folder then has none of them.
+    """
+    if isinstance(source, nn.Module):
+        return _export_model(Path(path), source, dtype, shard_nbytes)
+    return _export_checkpoint(Path(path), Path(source), dtype, shard_nbytes)
+
+
+def _export_checkpoint(path: Path, checkpoint: Path, dtype: torch.dtype | None, shard_nbytes: int) -> list[Path]:
+    metadata = Reader(checkpoint).read_metadata()
     weights = {
         key: entry
         for key, entry in metadata.state_dict_metadata.items()
@@ -74,30 +87,85 @@ def export(
     }
     if not weights:
         raise CheckpointError(f"{checkpoint} has no weights: no key begins with model.")
-    files = list(_files({key: _nbytes(entry, dtype) for key, entry in weights.items()}, shard_nbytes))
-    names = ["model.safetensors"]
-    if len(files) > 1:
-        names = [f"model-{k + 1:05d}-of-{len(files):05d}.safetensors" for k in range(len(files))]
-    index = folder / "model.safetensors.index.json"
-    for target in (*(folder / name for name in names), index):
-        if target.exists():
-            raise CheckpointError(f"{target} exists already: nothing is overwritten")
-    folder.mkdir(parents=True, exist_ok=True)
-    where: dict[str, str] = {}
-    for name, keys in zip(names, files, strict=True):
-        items: dict[str, Any] = {k: torch.empty(weights[k].size, dtype=weights[k].properties.dtype) for k in keys}
-        with checkpoint_errors(f"exporting {checkpoint}"):
-            dcp_load(items, storage_reader=Reader(Path(checkpoint)), no_dist=True)
-        tensors = {key.removeprefix("model."): _cast(items[key], dtype) for key in keys}
-        unfinished = folder / f".{name}.partial"
-        save_file(tensors, str(unfinished), metadata={"format": "pt"})
-        os.rename(unfinished, folder / name)
-        where.update(dict.fromkeys(tensors, name))
-    if len(files) > 1:
-        total = sum(_nbytes(entry, dtype) for entry in weights.values())
-        content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
-        write_synced(index, json.dumps(content, indent=2).encode())
-    return [folder / name for name in names]
+    with _Folder(path) as folder:
+        for keys in _files({key: _nbytes(entry, dtype) for key, entry in weights.items()}, shard_nbytes):
+            items: dict[str, Any] = {k: torch.empty(weights[k].size, dtype=weights[k].properties.dtype) for k in keys}
+            with checkpoint_errors(f"exporting {checkpoint}"):
+                dcp_load(items, storage_reader=Reader(checkpoint), no_dist=True)
+            folder.write({key.removeprefix("model."): _cast(items[key], dtype) for key in keys})
+        return folder.finish()
+
+
+def _export_model(path: Path, model: nn.Module, dtype: torch.dtype | None, shard_nbytes: int) -> list[Path]:
+    sharded_model = sharded(model)
+    channel, what = channel_of(sharded_model), f"exporting {type(model).__name__} to {path}"
+    is_writer, files = sharded_model.runtime.group.rank == 0, list[Path]()
+    with channel.together(what):
+        folder = _Folder(path) if is_writer else None
+    with channel.together(what), contextlib.ExitStack() as stack:
+        values = stack.enter_context(contextlib.closing(whole_values(model, is_wanted=is_writer)))
+        if folder is None:
+            for _ in values:
+                pass
+        else:
+            stack.enter_context(folder)
+            copies = ((keys[0], _cast(value.to("cpu", copy=True), dtype)) for keys, value in values)
+            for tensors in _in_files(copies, shard_nbytes):
+                folder.write(tensors)
+            files = folder.finish()
+    written: list[Path] = channel.share(what, files)[0]
+    return written
+
+
+class _Folder:
+    """A folder that gets files of safetensors. They have their names when all are there; after an error none stays."""
+
+    def __init__(self, path: Path) -> None:
+        known = ("model.safetensors", "model-*-of-*.safetensors", INDEX)
+        for file in sorted(file for pattern in known for file in path.glob(pattern)):
+            raise CheckpointError(f"{file} exists already: nothing is overwritten")
+        path.mkdir(parents=True, exist_ok=True)
+        self.path, self._nbytes = path, 0
+        self._unfinished: list[tuple[Path, list[str]]] = []  # and the names of its tensors
+
+    def __enter__(self) -> _Folder:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for file, _ in self._unfinished:
+            file.unlink(missing_ok=True)
+
+    def write(self, tensors: dict[str, Tensor]) -> None:
+        """Writes the next file."""
+        from safetensors.torch import save_file
+
+        file = self.path / f".model-{len(self._unfinished) + 1:05d}.partial"
+        self._unfinished.append((file, list(tensors)))
+        save_file(tensors, str(file), metadata={"format": "pt"})
+        self._nbytes += sum(tensor.nbytes for tensor in tensors.values())
+
+    def finish(self) -> list[Path]:
+        num, where, files = len(self._unfinished), dict[str, str](), list[Path]()
+        for k, (file, names) in enumerate(self._unfinished, start=1):
+            files.append(self.path / (f"model-{k:05d}-of-{num:05d}.safetensors" if num > 1 else "model.safetensors"))
+            os.rename(file, files[-1])
+            where.update(dict.fromkeys(names, files[-1].name))
+        if num > 1:
+            content = {"metadata": {"total_size": self._nbytes}, "weight_map": dict(sorted(where.items()))}
+            write_synced(self.path / INDEX, json.dumps(content, indent=2).encode())
+        return files
+
+
+def _in_files(tensors: Iterable[tuple[str, Tensor]], largest: int) -> Iterator[dict[str, Tensor]]:
+    """The tensors of each file, as they come."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors:
+        if found and sum(each.nbytes for each in found.values()) + tensor.nbytes > largest:
+            yield found
+            found = {}
+        found[name] = tensor
+    if found:
+        yield found
 
 
 def _files(sizes: dict[str, int], largest: int) -> Iterator[list[str]]:

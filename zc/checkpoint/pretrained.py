@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from zc.checkpoint.export import INDEX
 from zc.checkpoint.first_values import fill_modules
 from zc.checkpoint.save_load import synchronized
 from zc.checkpoint.saving import channel_of, checkpoint_errors
@@ -37,7 +38,6 @@ _DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
 }  # fmt: skip
 _CHUNK_NBYTES = 1 << 24  # read at one time
-INDEX = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True)
