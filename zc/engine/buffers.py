@@ -75,6 +75,7 @@ class Buffers:
         self.encoded: Final = self._new_list()  # [P] each, of whole buckets that came encoded (`WholeParams`)
         self.master_shard: Final = self._new_list()
         self.acc: Final = self._new_list()
+        self._numel_acc: list[int] = []  # by bucket
         self.spill: Final = self._new_list()  # stage 1: reduced gradients [S] that were moved aside
         self.host: Final = self._new_list()
         self._staging: Final = self._new_list()
@@ -93,7 +94,8 @@ class Buffers:
 
     def add(self, bucket: Bucket) -> None:
         """Allocates the tensors of the plan's next bucket that live as long as the plan."""
-        lasting = [each for each in of_bucket(self.plan, bucket) if each.lifetime is Lifetime.PLAN]
+        allocations = of_bucket(self.plan, bucket)
+        lasting = [each for each in allocations if each.lifetime is Lifetime.PLAN]
         made = {each.kind: self._zeros(each, bucket) for each in lasting}
         if bucket.is_frozen:
             assert bucket.index == FIRST_FROZEN + len(self.frozen)
@@ -106,8 +108,9 @@ class Buffers:
             lists[kind].append(made[kind])
         parameters = made["weight"] if "weight" in made else self.owned(made["flat_param"], bucket)
         self.master_shard.append(made.get("master_shard", parameters))
-        if self.plan.offload is None or not self.plan.offload.accumulates_on_host:
-            self.acc.append(empty(0, bucket.acc_dtype, bucket.device))
+        for acc in (each for each in allocations if each.kind == "acc"):
+            self.acc.append(empty(0, acc.dtype, bucket.device))
+            self._numel_acc.append(acc.numel(bucket, self.rank))
         if not self.plan.placement.shards_gradients:
             self.spill.append(empty(0, bucket.acc_dtype, bucket.device))
 
@@ -164,8 +167,7 @@ class Buffers:
         if not self.ring.exists:
             self.ring.allocate()
         if self.acc and not self.acc[bucket.index].numel():
-            (acc,) = (each for each in of_bucket(self.plan, bucket) if each.kind == "acc")
-            self.acc[bucket.index] = empty(acc.numel(bucket, self.rank), acc.dtype, bucket.device)
+            self.acc[bucket.index] = empty(self._numel_acc[bucket.index], bucket.acc_dtype, bucket.device)
             self.cuts.pop(bucket.index, None)
 
     def allocate_spill(self, bucket: Bucket, numel: int) -> None:

@@ -17,20 +17,22 @@ class Ring:
     go."""
 
     def __init__(self, plan: Plan) -> None:
-        self.plan = plan
+        self._set_plan(plan)
         self.flat_grad: Final[list[Tensor]] = []
         self.scratch: Final[list[Tensor]] = []
         self.host_sum: Final[list[Tensor]] = []
         self.tensors: Final = self.flat_grad, self.scratch, self.host_sum
         self.exists = False
 
+    def _set_plan(self, plan: Plan) -> None:
+        self.plan, self._rooms = plan, [room for room in shared(plan, None) if room.lifetime is Lifetime.GRADIENTS]
+
     def allocate(self) -> None:
         """Allocates them; their values are undefined."""
         tensors = {"flat_grad": self.flat_grad, "scratch": self.scratch, "host_sum": self.host_sum}
         device = self.plan.buckets[0].device
-        for room in shared(self.plan, None):
-            if room.lifetime is Lifetime.GRADIENTS:
-                tensors[room.kind][:] = [empty(room.nbytes, torch.uint8, device) for _ in range(room.num)]
+        for room in self._rooms:
+            tensors[room.kind][:] = [empty(room.nbytes, torch.uint8, device) for _ in range(room.num)]
         self.exists = True
 
     def free(self) -> None:
@@ -40,7 +42,7 @@ class Ring:
 
     def grow(self, plan: Plan) -> None:
         """Replaces the plan. Nothing may use the buffers meanwhile."""
-        self.plan = plan
+        self._set_plan(plan)
         self.free()
 
 
