@@ -9,7 +9,7 @@ from typing import Any
 from zc.compiler.graphs import CompiledGraph, Origin, Traced
 from zc.engine.program import Program
 from zc.errors import ZcError
-from zc.passes import cut_forward, outline_segments, window_weights
+from zc.passes import outline_segments, window_weights
 from zc.passes.pipeline import scheduling
 
 
@@ -36,6 +36,5 @@ class CompiledForward(CompiledGraph):
 
     def build(self, member: str | None, variant: None) -> Program:
         plan = self.runtime.plan
-        cut = window_weights.PASS if plan.sharded else cut_forward.PASS
-        passes = scheduling(cut, outline_segments.PASS, prove=self.runtime.config.verify)
+        passes = scheduling(window_weights.PASS, outline_segments.PASS, prove=self.runtime.config.verify)
         return self._run_passes(self._copy_for(member), plan, passes)

@@ -13,7 +13,7 @@ compiled waits when it reads a parameter, which is watched until then (`zc.weigh
 parameters, since Dynamo guards their class. So what a compiled graph reads before its step above, later forwards wait
 for at their beginning. FSDP's wrapped modules wait before their forward, too (arXiv:2304.11277).
 
-A model without blocks is one graph, which waits for each bucket where it first reads it (`zc.passes.cut_forward`).
+A model without blocks is one graph, which waits for each bucket where it first reads it (`zc.passes.window_weights`).
 """
 
 from __future__ import annotations
