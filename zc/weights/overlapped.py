@@ -10,7 +10,7 @@ megatron-lm#950 shows what a missing wait does.) A model with blocks does so fro
        comm | gather(0, "gathered[0]")
        comm | record_event("done/gathered[0]")
 
-The forward of any other model is a schedule itself (`zc.compiler.forward`)::
+The forward of any other model is a schedule itself (`CompiledForward`)::
 
     compute | wait_event("done/gathered[1]")
     compute | segment("segment_0", %primals_1, %primals_9)
