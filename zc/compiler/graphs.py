@@ -177,9 +177,9 @@ class CompiledGraph(ABC):
         graph = rebased(template.graph, template.plan, names, moves, turn)
         if any(record.name == verify.PASS.name for record in template.records):
             verify.verify(graph, template.plan)
-        name, run = f"{template.name} of {member}", codegen.load(graph)
+        name, pieces = f"{template.name} of {member}", codegen.load(graph)
         operations, records = template.operations, template.records
-        return Program(name, graph, template.plan, run, operations, records, block=member, like=template)
+        return Program(name, graph, template.plan, pieces, operations, records, block=member, like=template)
 
     def _copy_for(self, member: str | None) -> fx.Graph:
         """A copy of the graph whose inputs name the weights that a member reads: ``meta["weight"]`` those that are

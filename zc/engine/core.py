@@ -122,10 +122,11 @@ class Core:
         *passes: Pass,
         name: str,
         overrides: Mapping[type[Op], Function] | None = None,
+        prefix: str = "e",
     ) -> Program:
         """A program that has no segments, such as an update: its graph through ``passes``, and on streams.
-        ``overrides``: functions in place of those of `zc.engine.operations`."""
-        stages = scheduling(*passes, prove=self.config.verify)
+        ``overrides``: functions in place of those of `zc.engine.operations`; ``prefix``: of the names of its events."""
+        stages = scheduling(*passes, prove=self.config.verify, prefix=prefix)
         return build(graph, plan, stages, self.operations(overrides), name=name)
 
     @property

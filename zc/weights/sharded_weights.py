@@ -49,7 +49,7 @@ class ShardedWeights(Weights):
         self._states = StateDicts(self)
         self.absent = Absent(self._read_by_eager_code, self._states.write, core.plan.why_sharded)
         self._uses = WeightUses(core)
-        self.whole = WholeParams(core)
+        self.whole = WholeParams(core, self._programs)
         # bucket and slot of parameters that were frozen -> those of now. Dynamo does not compile a graph without
         # gradients again when a parameter begins to ask for one
         self._moved: dict[tuple[int, int], tuple[int, int]] = {}
@@ -222,7 +222,7 @@ class ShardedWeights(Weights):
         for number, (index,) in enumerate(planned.uses):
             if not any(core.group.max_on_host([is_wanted and not is_left], "the next unit of whole weights")):
                 break
-            uses.run(planned, number)
+            planned.program.run_piece(number, core.streams)
             bucket, (extent,) = core.plan.bucket(index), planned.residency.pieces[number].reads
             flat = core.buffers.gathered("arena[0]", bucket, extent.start)
             slots = [slot for slot, _ in core.params_in(bucket)]
@@ -237,7 +237,7 @@ class ShardedWeights(Weights):
                 core.streams.join_main()
                 raise ZcError(f"a forward, an update, a save or a load came between two whole weights: {_BETWEEN}")
         else:
-            uses.run(planned, -1)
+            planned.program.run_piece(-1, core.streams)
         core.streams.join_main()
         core.buffers.drop_arena()
         if is_left:
@@ -378,16 +378,11 @@ class ShardedWeights(Weights):
         self.whole.grow()
 
     @property
-    def programs(self) -> list[Program]:
-        """The schedules of whole buckets that have run so far, for explain."""
-        return [*self.whole.programs, *self._programs.values()]
-
-    @property
     def planned(self) -> list[PlannedPass]:
         """Those so far, for explain."""
         return self._uses.planned
 
     @property
-    def clocked(self) -> list[PlannedPass]:
+    def clocked(self) -> list[Program]:
         """What a clocked step may have run of these, and of single uses."""
         return self._uses.clocked

@@ -66,6 +66,9 @@ def publish_graph(plan: Plan, buckets: Iterable[int]) -> fx.Graph:
     return graph
 
 
+Programs = dict[tuple[str, int | None], Program]
+
+
 class Weights(Part):
     """The weights of one model on one rank."""
 
@@ -75,7 +78,7 @@ class Weights(Part):
         super().__init__(core)
         # by kind, of all buckets ("gather", "gather exactly") or of one. None is made for a set of buckets: with layer
         # drop, or a head for each task, nearly every update would have another one
-        self._programs: dict[tuple[str, int | None], Program] = {}
+        self._programs: Programs = {}
         self.hooks: list[RemovableHandle] = []  # on modules
 
     @property
@@ -89,8 +92,8 @@ class Weights(Part):
         return []
 
     @property
-    def clocked(self) -> list[PlannedPass]:
-        """What a clocked step may have run of these, and of single uses."""
+    def clocked(self) -> list[Program]:
+        """The schedules of these, and of single uses: a clocked step may have run them."""
         return []
 
     # --- where the model runs ---
