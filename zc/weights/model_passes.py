@@ -1,7 +1,7 @@
 """The forwards and backwards of a model with sharded weights: which one runs, and what its parameters are meanwhile.
 
 Inside of one, compiled code finds plain parameters, and code that is not compiled finds whole ones. Outside, parameters
-are absent (`zc.weights.absent`), except inside `zc.whole_parameters`.
+are absent (`zc.weights.param`), except inside `zc.whole_parameters`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from zc import torch_private
 from zc.engine.part import Part, weakly
-from zc.weights.absent import Absent
+from zc.weights.param import Absent
 
 if TYPE_CHECKING:
     from zc.engine.core import Core

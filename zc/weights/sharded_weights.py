@@ -23,8 +23,8 @@ from zc.engine.owners import spread_run
 from zc.engine.part import weakly
 from zc.engine.program import Program
 from zc.errors import ZcError
-from zc.weights.absent import Absent, give_bytes
 from zc.weights.model_passes import ModelPasses, forward_of
+from zc.weights.param import Absent, give_bytes
 from zc.weights.state_dicts import StateDicts
 from zc.weights.weight_uses import WeightUses
 from zc.weights.weights import Weights

@@ -1,7 +1,7 @@
 """``state_dict`` and ``load_state_dict`` of sharded weights. Hooks of the modules say where a call begins and ends.
 
 ``load_state_dict``: of each whole tensor in a state, every rank copies its own elements into its shards. All ranks call
-it with the same values, between two updates, as in plain PyTorch. `zc.weights.absent` brings here each value that is
+it with the same values, between two updates, as in plain PyTorch. `zc.weights.param` brings here each value that is
 copied into a parameter::
 
                      begin    the first value             each value                           end
@@ -29,7 +29,7 @@ from zc.errors import ZcError
 from zc.kernels import copy_writes
 from zc.planning.layout import Slot
 from zc.planning.plan import Bucket
-from zc.weights.absent import AbsentView
+from zc.weights.param import AbsentView
 
 if TYPE_CHECKING:
     from zc.engine.core import Core

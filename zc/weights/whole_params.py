@@ -26,7 +26,7 @@ from zc.planning.plan import Bucket
 from zc.schedule.buffer import Buffer
 from zc.schedule.nodes import put
 from zc.schedule.spec import Publish, gather_node
-from zc.weights.absent import give_bytes
+from zc.weights.param import give_bytes
 from zc.weights.state_dicts import write_value
 
 if TYPE_CHECKING:
