@@ -9,7 +9,7 @@ later ones. In a model with blocks, which are compiled one by one, the forward w
     the model's call ends      for blocks that have not run
 
 Inside a block and behind it, compiled code and any other code read weights that are there. Elsewhere, code that is not
-compiled waits when it reads a parameter, which is watched until then (`zc.weights.pending`). Compiled code finds plain
+compiled waits when it reads a parameter, which is watched until then (`zc.weights.param`). Compiled code finds plain
 parameters, since Dynamo guards their class. So what a compiled graph reads before its step above, later forwards wait
 for at their beginning. FSDP's wrapped modules wait before their forward, too (arXiv:2304.11277).
 

@@ -171,6 +171,22 @@ class Weights(Part):
         for name, param in self.core.placed.items() if is_wanted else ():
             yield {name: param.detach()}
 
+    # --- what code does with parameters that it can't read without asking (`zc.weights.param`) ---
+
+    def wait_for(self, params: Sequence[nn.Parameter]) -> None:
+        """Makes the main stream wait for the gathers of these parameters, if these are on their way; without any, for
+        all gathers. They get their own class back."""
+
+    def read_param(self, param: nn.Parameter, is_raw: bool) -> bool:
+        """Somebody reads a parameter outside of compiled code. True: it may be read now; False: it has no bytes.
+        ``is_raw``: what is asked for could be written without autograd's knowing."""
+        self.wait_for([param])
+        return True
+
+    def load_value(self, param: nn.Parameter, value: Tensor) -> bool:
+        """Somebody copies a value into a parameter. True: it went to the shards, as part of a load_state_dict."""
+        return False
+
     # --- updates and loads ---
 
     def before_writes(self) -> None:
