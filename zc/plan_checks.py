@@ -107,7 +107,7 @@ def check_shards_fit(plan: Plan) -> None:
     device = plan.buckets[0].device
     kinds, _, _ = resident(plan, [0] * plan.num_optimizers)
     counted = ("weight", "frozen", "master_shard", "arena")
-    needed: dict[str, int] = {kind: kinds[kind] for kind in counted if kind in kinds}
+    needed = {kind: kinds[kind] for kind in counted if kind in kinds}
     advice = "use more ranks, a smaller bucket_nbytes or weight_nbytes, or offload='cpu'"
     if device.type == "cpu":
         check_room("stage=3", needed, ranks_on_this_host(plan.world_size), available_nbytes(), advice)

@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from functools import partial
 from typing import Final
 
 import torch
@@ -39,14 +40,10 @@ from torch import Tensor
 
 from zc.engine.host_memory import HostMemory
 from zc.engine.ring import Ring, empty, view
+from zc.planning.allocations import Allocation, Lifetime, has_own_master, in_order, nbytes_of, of_bucket, shared
 from zc.planning.layout import Slot
-from zc.planning.plan import FIRST_FROZEN, NUM_HOST_SUMS, Bucket, Plan
+from zc.planning.plan import FIRST_FROZEN, Bucket, Plan
 from zc.schedule.buffer import Buffer
-
-
-def numel_acc(plan: Plan, bucket: Bucket) -> int:
-    """Elements of the accumulator of one bucket: P where gradients stay partial, S where they are sharded."""
-    return bucket.layout.numel_shard if plan.placement.shards_gradients else bucket.numel
 
 
 class Buffers:
@@ -96,30 +93,30 @@ class Buffers:
 
     def add(self, bucket: Bucket) -> None:
         """Allocates the tensors of the plan's next bucket that live as long as the plan."""
+        lasting = [each for each in of_bucket(self.plan, bucket) if each.lifetime is Lifetime.PLAN]
+        made = {each.kind: self._zeros(each, bucket) for each in lasting}
         if bucket.is_frozen:
             assert bucket.index == FIRST_FROZEN + len(self.frozen)
-            self.frozen.append(torch.zeros(bucket.layout.numel_shard, dtype=bucket.param_dtype, device=bucket.device))
+            self.frozen.append(made["frozen"])
             return
         assert bucket.index == len(self.flat_param)
-        start, stop = bucket.layout.owned_range(self.rank)
-        in_shards = self.plan.placement.shards_weights
-        flat = torch.zeros(0 if in_shards else bucket.numel, dtype=bucket.param_dtype, device=bucket.device)
-        self.flat_param.append(flat)
-        if in_shards:
-            self.weight.append(torch.zeros(bucket.layout.numel_shard, dtype=bucket.param_dtype, device=bucket.device))
-        if self._memory is not None:
-            self.master_shard.append(self._memory.zeros(stop - start, bucket.acc_dtype))
-            self.host.append(self._memory.zeros(self.plan.numel_on_host(bucket), bucket.acc_dtype))
-        elif self.has_own_master(bucket):
-            self.master_shard.append(torch.zeros(stop - start, dtype=bucket.acc_dtype, device=bucket.device))
-        else:
-            self.master_shard.append(self.weight[-1] if in_shards else flat[start:stop])
-        if bucket.sends_differences:
-            self.published.append(torch.zeros_like(flat[start:stop]))
+        self.flat_param.append(made.get("flat_param", empty(0, bucket.param_dtype, bucket.device)))
+        lists = {"weight": self.weight, "host": self.host, "published": self.published}
+        for kind in lists.keys() & made.keys():
+            lists[kind].append(made[kind])
+        parameters = made["weight"] if "weight" in made else self.owned(made["flat_param"], bucket)
+        self.master_shard.append(made.get("master_shard", parameters))
         if self.plan.offload is None or not self.plan.offload.accumulates_on_host:
             self.acc.append(empty(0, bucket.acc_dtype, bucket.device))
         if not self.plan.placement.shards_gradients:
             self.spill.append(empty(0, bucket.acc_dtype, bucket.device))
+
+    def _zeros(self, allocation: Allocation, bucket: Bucket) -> Tensor:
+        numel, dtype = allocation.numel(bucket, self.rank), allocation.dtype
+        if allocation.on_host:
+            assert self._memory is not None, "only with offload a plan has something there"
+            return self._memory.zeros(numel, dtype)
+        return torch.zeros(numel, dtype=dtype, device=bucket.device)
 
     def weight_shard(self, index: int) -> Tensor:
         """[S]: this rank's shard of the weights of a sharded bucket, frozen or not."""
@@ -132,8 +129,7 @@ class Buffers:
 
     def has_own_master(self, bucket: Bucket) -> bool:
         """Whether the masters have memory of their own, apart from the parameters (stage 3: from this rank's shard)."""
-        is_apart = bucket.has_master or self.plan.offload is not None
-        return is_apart or (self.plan.placement.shards_weights and bucket.layout.owners is not None)
+        return has_own_master(self.plan, bucket)
 
     def weight_part(self, bucket: Bucket, slot: Slot) -> tuple[Tensor, slice]:
         """This rank's elements of a sharded parameter, and which elements of the slot they are."""
@@ -168,8 +164,8 @@ class Buffers:
         if not self.ring.exists:
             self.ring.allocate()
         if self.acc and not self.acc[bucket.index].numel():
-            numel = numel_acc(self.plan, bucket)
-            self.acc[bucket.index] = empty(numel, bucket.acc_dtype, bucket.device)
+            (acc,) = (each for each in of_bucket(self.plan, bucket) if each.kind == "acc")
+            self.acc[bucket.index] = empty(acc.numel(bucket, self.rank), acc.dtype, bucket.device)
             self.cuts.pop(bucket.index, None)
 
     def allocate_spill(self, bucket: Bucket, numel: int) -> None:
@@ -224,17 +220,16 @@ class Buffers:
     def add_staging(self) -> None:
         """Allocates the buffers for weights on their way: encoded differences, and with offload the copies between the
         device and host memory."""
-        plan, memory = self.plan, self._memory
-        update = max(map(plan.nbytes_update, plan.buckets))
-        if update:
-            self._update[:] = [empty(update, torch.uint8, plan.buckets[0].device)]
-        if memory is None:
-            return
-        largest = max(map(plan.nbytes_staging, plan.buckets))
-        cast = max((self.numel_owned(b) * b.param_dtype.itemsize for b in plan.buckets if b.has_master), default=0)
-        device = plan.buckets[0].device
-        self._staging[:] = [torch.zeros(largest, dtype=torch.uint8, device=device) for _ in range(plan.num_staging)]
-        self._param[:] = [memory.zeros(cast, torch.uint8) for _ in range(plan.num_staging if cast else 0)]
+        device, memory = self.plan.buckets[0].device, self._memory
+        for room in shared(self.plan, self.rank):
+            if room.kind == "update":
+                self._update[:] = [empty(room.nbytes, torch.uint8, device)]
+            elif room.kind == "staging":
+                zeros = partial(torch.zeros, room.nbytes, dtype=torch.uint8, device=device)
+                self._staging[:] = [zeros() for _ in range(room.num)]
+            elif room.kind == "param":
+                assert memory is not None, "only with offload a plan has something there"
+                self._param[:] = [memory.zeros(room.nbytes, torch.uint8) for _ in range(room.num)]
 
     def shard(self, tensor: Tensor, bucket: Bucket) -> Tensor:
         """[S]: this rank's shard of an accumulator, which has [P] or [S] elements."""
@@ -322,42 +317,17 @@ class Buffers:
         """What a hop of a reduction sends: this rank's gradients [P], or the sum of the hop before."""
         return self.named(name, bucket) if hop == 0 else self.inner_sum(name, bucket, hop - 1)
 
-    def nbytes_whole_grad(self) -> int:
-        """Bytes of `whole_grads` of all buckets during an update, without those in acc_flat."""
-        if self.plan.world_size == 1 or (not self.plan.placement.shards_gradients and not self.host):
-            return 0
-        whole = [b for b in self.plan.buckets if b.layout.owners is not None]
-        return sum(self.numel_owned(b) * b.acc_dtype.itemsize for b in whole)
-
     def nbytes(self) -> dict[str, int]:
-        """Bytes on this rank while it has gradients, by buffer, each storage once. Accumulators and ring are allocated
-        and freed, so their sizes are computed; the others are measured."""
-        own = [self.has_own_master(b) for b in self.plan.buckets]
-        masters = [m for m, is_own in zip(self.master_shard, own, strict=True) if is_own]
-        acc = sum(numel_acc(self.plan, b) * b.acc_dtype.itemsize for b in self.plan.buckets) if self.acc else 0
-        flat_grad, scratch, host_sum = self.ring.nbytes()
-        sizes = {
-            "flat_param": _nbytes(self.flat_param),
-            "master_shard": _nbytes(masters),
-            "acc": acc,
-            "flat_grad": flat_grad * self.ring.num_flat_grads,
-            "scratch": scratch,
-        }
-        if self.plan.placement.shards_weights:
-            sizes["weight"] = _nbytes(self.weight)
-        if self.plan.sharded:
-            sizes["arena"] = self.plan.nbytes_arena
-        if self.plan.frozen:
-            sizes["frozen"] = _nbytes(self.frozen)
-        if host_sum:
-            sizes["host_sum"] = host_sum * NUM_HOST_SUMS
-        if self._update:
-            sizes.update(update=_nbytes(self._update), published=_nbytes(self.published))
-        if any(b.layout.owners is not None for b in self.plan.buckets):
-            sizes["whole_grad"] = self.nbytes_whole_grad()
-        if self.plan.offload is not None:
-            sizes.update(staging=_nbytes(self._staging), host=_nbytes(self.host), param=_nbytes(self._param))
-        return sizes
+        """Bytes on this rank while it has gradients, by kind, each storage once. What lives as long as the plan is
+        measured; `zc.planning.allocations` says the rest."""
+        own = (m for m, b in zip(self.master_shard, self.plan.buckets, strict=True) if self.has_own_master(b))
+        lasting = {
+            "flat_param": self.flat_param, "weight": self.weight, "frozen": self.frozen, "master_shard": list(own),
+            "published": self.published, "host": self.host, "update": self._update, "staging": self._staging,
+            "param": self._param,
+        }  # fmt: skip
+        measured = {kind: _nbytes(tensors) for kind, tensors in lasting.items() if tensors}
+        return in_order(nbytes_of(self.plan, self.rank) | measured)
 
 
 def _nbytes(tensors: list[Tensor]) -> int:

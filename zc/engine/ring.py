@@ -8,7 +8,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from zc.planning.plan import NUM_HOST_SUMS, Plan
+from zc.planning.allocations import Lifetime, shared
+from zc.planning.plan import Plan
 
 
 class Ring:
@@ -23,25 +24,13 @@ class Ring:
         self.tensors: Final = self.flat_grad, self.scratch, self.host_sum
         self.exists = False
 
-    @property
-    def num_flat_grads(self) -> int:
-        return min(self.plan.num_buffers, len(self.plan.buckets))
-
-    def nbytes(self) -> tuple[int, int, int]:
-        """Bytes of one flat_grad, of scratch, and of one host_sum; 0 if there is none."""
-        plan = self.plan
-        if not plan.buckets:
-            return 0, 0, 0
-        whole = max(b.numel * b.reduce_dtype.itemsize for b in plan.buckets)
-        host_sum = max(plan.numel_host_sum(b) * b.net_dtype.itemsize for b in plan.buckets)
-        scratch = max(map(plan.nbytes_scratch, plan.buckets))
-        return whole if plan.placement.shards_gradients else 0, scratch, host_sum
-
     def allocate(self) -> None:
         """Allocates them; their values are undefined."""
-        device, counts = self.plan.buckets[0].device, (self.num_flat_grads, 1, NUM_HOST_SUMS)
-        for tensors, n, count in zip(self.tensors, self.nbytes(), counts, strict=True):
-            tensors[:] = [empty(n, torch.uint8, device) for _ in range(count)] if n else []
+        tensors = {"flat_grad": self.flat_grad, "scratch": self.scratch, "host_sum": self.host_sum}
+        device = self.plan.buckets[0].device
+        for room in shared(self.plan, None):
+            if room.lifetime is Lifetime.GRADIENTS:
+                tensors[room.kind][:] = [empty(room.nbytes, torch.uint8, device) for _ in range(room.num)]
         self.exists = True
 
     def free(self) -> None:

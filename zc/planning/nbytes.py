@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from zc.planning.plan import NUM_HOST_SUMS, Bucket, Plan
+from zc.planning.allocations import in_order, most_nbytes
+from zc.planning.plan import Bucket, Plan
 from zc.planning.traits import num_states
 from zc.planning.wire import num_rows, row_nbytes
 
@@ -17,55 +18,18 @@ def of_ddp(numel_by_optimizer: Mapping[str, int]) -> int:
 
 
 def resident(plan: Plan, states: Sequence[int]) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
-    """Bytes (device, host, disk) of a rank by kind, as `zc.engine.buffers.Buffers` allocates them. Optimizer state
-    counts with the shard's padding, although it has none. If ranks own unequal parts (whole parameters), the largest
-    counts. ``states``: how many tensors of a parameter's size each optimizer keeps."""
-
-    shards_weights = plan.placement.shards_weights
-    cast = tuple(b for b in plan.buckets if b.has_master)
-    # masters with memory of their own. Without offload, a shard that is not cast is the master, unless its parameters
-    # are updated whole
-    apart = tuple(b for b in plan.buckets if b.has_master or (shards_weights and b.layout.owners is not None))
-    ragged = tuple(b for b in plan.buckets if b.layout.owners is not None)
-    whole = max(b.numel * b.reduce_dtype.itemsize for b in plan.buckets)
-    host_sum = max(plan.numel_host_sum(b) * b.net_dtype.itemsize for b in plan.buckets)
-    in_ring, ring = plan.placement.shards_gradients, min(plan.num_buffers, len(plan.buckets))
-    acc = in_shards(plan.buckets, "acc_dtype") if in_ring else sum(b.numel * b.acc_dtype.itemsize for b in plan.buckets)
-    state = heaviest(plan.buckets, lambda b: states[b.optimizer] * b.acc_dtype.itemsize)
-    in_pieces = plan.world_size > 1 and (in_ring or plan.offload is not None)
-    device = {
-        "flat_param": 0 if shards_weights else sum(b.nbytes for b in plan.buckets),
-        "master_shard": heaviest(apart, lambda b: b.acc_dtype.itemsize) if plan.offload is None else 0,
-        "acc": 0 if plan.offload is not None and plan.offload.accumulates_on_host else acc,
-        "flat_grad": ring * whole if in_ring else 0,
-        "scratch": max(map(plan.nbytes_scratch, plan.buckets)),
-        "optimizer_state": state if plan.offload is None else 0,
-    }
-    if shards_weights:
-        device["weight"] = in_shards(plan.buckets, "param_dtype")
-    if plan.sharded:
-        device["arena"] = plan.nbytes_arena
-    if plan.frozen:
-        device["frozen"] = in_shards(plan.frozen, "param_dtype")
-    if host_sum:
-        device["host_sum"] = NUM_HOST_SUMS * host_sum
-    update = max(map(plan.nbytes_update, plan.buckets))
-    if update:
-        device.update(update=update, published=in_shards(plan.buckets, "param_dtype"))
-    if ragged and in_pieces:  # during an update
-        device["whole_grad"] = heaviest(ragged, lambda b: b.acc_dtype.itemsize)
+    """Bytes (device, host, disk) of a rank by kind. If ranks own unequal parts (whole parameters),
+    the largest counts. Optimizer state counts with the shard's padding, although it has none. ``states``: how many
+    tensors of a parameter's size each optimizer keeps."""
+    device, host = most_nbytes(plan, on_host=False), most_nbytes(plan, on_host=True)
+    state, kind = heaviest(plan.buckets, lambda b: states[b.optimizer] * b.acc_dtype.itemsize), "optimizer_state"
     if plan.offload is None:
-        return device, {}, {}
-    device["staging"] = plan.num_staging * max(map(plan.nbytes_staging, plan.buckets))
-    casts = max((heaviest([b], lambda b: b.param_dtype.itemsize) for b in cast), default=0)
-    host = {
-        "master_shard": heaviest(plan.buckets, lambda b: b.acc_dtype.itemsize),
-        "host": sum(plan.numel_on_host(b) * b.acc_dtype.itemsize for b in plan.buckets),
-        "param": plan.num_staging * casts,
-        "optimizer_state": 0 if plan.offload.state_on_disk else state,
-    }
-    disk = {"optimizer_state": state, "master_shard": in_shards(cast, "acc_dtype")}
-    return device, host, disk if plan.offload.state_on_disk else {}
+        return in_order({**device, kind: state}), host, {}
+    device[kind] = 0
+    if not plan.offload.state_on_disk:
+        return in_order(device), {**host, kind: state}, {}
+    masters = in_shards((b for b in plan.buckets if b.has_master), "acc_dtype")
+    return in_order(device), {**host, kind: 0}, {kind: state, "master_shard": masters}
 
 
 def in_shards(buckets: Iterable[Bucket], dtype_of: str) -> int:

@@ -83,7 +83,7 @@ class Control(Exchanges):
         if self.rank < 0:
             raise PlanError(f"rank {dist.get_rank()} is not a member of the given group of {self.world_size} ranks")
         if self.world_size > 1:
-            ranks = dist.get_process_group_ranks(self.callers_group)
+            self.numbers = ranks = dist.get_process_group_ranks(self.callers_group)
             self._process_groups = ProcessGroups(ranks, host_backend(group))
             timeouts = (torch_private.timeout_of(self.callers_group, device) for device in ("cpu", accelerator_type()))
             self.timeout = next(filter(None, timeouts), None)
@@ -102,7 +102,7 @@ class Control(Exchanges):
                 )
                 self.note = note if reads_memory else None
             if self._neighbours is not None:
-                self._neighbours.journal = self.journal
+                self._neighbours.journal, self._neighbours.numbers = self.journal, self.numbers
                 self._neighbours.links.failure = self.journal.verdict
 
     @property

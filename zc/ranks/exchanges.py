@@ -38,6 +38,7 @@ class Exchanges:
         self.rank, self.world_size, self.journal = rank, world_size, journal
         self.data: dist.ProcessGroup | None = None
         self._members: Sequence[int] | None = None  # the numbers of these ranks in `data`, if they differ
+        self.numbers: Sequence[int] = range(world_size)  # in the default group
         self._nbytes_sent: Counter[str] = Counter()  # by kind of exchange, by this rank
         self._between, self._keeps_journal = between, True
         self._device = torch.device("cpu")  # of the tensors that `data` takes
@@ -145,12 +146,13 @@ class Exchanges:
     def _between_pairs(self, received: list[Tensor], sent: list[Tensor], entry: Entry) -> Work:
         """received[s] <- sent[this rank] of rank s, for all others, straight into place. (gloo's own all_gather fills
         a buffer of [P] and copies it.)"""
-        works = []
+        works, ranks = [], list[int]()
         for distance in range(1, self.world_size):  # each starts with the next rank, so no rank gets all at once
             source, target = (self.rank - distance) % self.world_size, (self.rank + distance) % self.world_size
             works.append(self._pair(dist.irecv, received[source], source, entry))
             works.append(self._pair(dist.isend, sent[target], target, entry))
-        return self._work(entry, messages(works))
+            ranks += [self.numbers[source], self.numbers[target]]
+        return self._work(entry, messages(works, ranks=ranks))
 
     def _pair(self, start: Callable[..., Any], tensor: Tensor, rank: int, entry: Entry) -> Any:
         """A message to or from one rank. The tag names the exchange, so ranks that are out of step wait for different

@@ -161,6 +161,7 @@ class Group(Control):
         level = Exchanges(members.index(self.rank), len(members), self.journal, between)
         level._device, level._by_pairs, level._waits_on_stream = self._device, self._by_pairs, self._waits_on_stream
         level.data, level._members = self.data, members
+        level.numbers = [self.numbers[member] for member in members]
         if not self._by_pairs:
             assert self._new_data is not None, "open_data has been called"
             level.data, level._members = self._new_data(members=members), None

@@ -12,13 +12,14 @@ import functools
 import struct
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from zc.errors import RankLostError
+from zc.ranks.waits import note_wait
 
 if TYPE_CHECKING:
     from zc.ranks.journal import Journal
@@ -57,6 +58,8 @@ class Neighbours:
         self._num_rows = 0  # the calling thread's
         self._sent, self._awaited = Counter[int](), Counter[int]()  # signals by key; each key has one thread at a time
         self.journal: Journal | None = None  # set before the first exchange
+        # of the group's ranks in the default group; set with the journal
+        self.numbers: Sequence[int] = range(self.ranks[-1] + 1)
 
     # --- signals ---
 
@@ -90,7 +93,9 @@ class Neighbours:
             for peer in self.peers:
                 if peer not in messages:
                     left = None if end is None else max(0.0, end - time.monotonic())
+                    started = time.perf_counter_ns()
                     message = self.links.receive(peer, key, nbytes, left)
+                    note_wait(self.numbers[peer], started)
                     if message is None:
                         return False
                     messages[peer] = message

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from zc.errors import ZcError
 from zc.ranks import ending
+from zc.ranks.waits import note_wait
 
 if TYPE_CHECKING:
     from zc.ranks.journal import Entry, Journal
@@ -103,6 +104,13 @@ def collective(work: dist.Work | None) -> Step:
     assert work is not None, "this rank is a member of the group"
 
     def step(seconds: float | None) -> bool:
+        started = time.perf_counter_ns()
+        try:
+            return wait(seconds)
+        finally:
+            note_wait(None, started)
+
+    def wait(seconds: float | None) -> bool:
         if seconds is None:
             work.wait()
             return True
@@ -120,18 +128,24 @@ def collective(work: dist.Work | None) -> Step:
 
 
 def messages(
-    works: Sequence[dist.Work | None], group: dist.ProcessGroup | None = None, stream: torch.Stream | None = None
+    works: Sequence[dist.Work | None],
+    group: dist.ProcessGroup | None = None,
+    stream: torch.Stream | None = None,
+    ranks: Sequence[int | None] = (),
 ) -> Step:
     """Sends and receives; ``group``: theirs, if it is the caller's. gloo can't tell whether one is done, nor stop
     waiting for it, so a wait with a time limit hands them to a thread, once. ``stream``: the one on which they were
-    issued, if they are of a device's tensors: gloo's wait queues copies on the waiting thread's current stream."""
+    issued, if they are of a device's tensors: gloo's wait queues copies on the waiting thread's current stream.
+    ``ranks``: to or from whom each of ``works`` is, for `zc.ranks.waits`."""
     call: Call | None = None
 
     def wait_for_all() -> None:
         with stream or contextlib.nullcontext():
-            for work in works:
+            for work, rank in zip(works, ranks or [None] * len(works), strict=True):
                 assert work is not None, "this rank is a member of the group"
+                started = time.perf_counter_ns()
                 work.wait()
+                note_wait(rank, started)
 
     def step(seconds: float | None) -> bool:
         nonlocal call
@@ -140,6 +154,9 @@ def messages(
             return True
         if call is None:
             call = Call(wait_for_all, group=group)
-        return call(seconds)
+        started = time.perf_counter_ns()
+        is_done = call(seconds)
+        note_wait(None, started)
+        return is_done
 
     return step

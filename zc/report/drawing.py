@@ -9,12 +9,16 @@ Colors are CSS classes, which the page or the picture defines for light and dark
 from __future__ import annotations
 
 import html
+from collections import defaultdict
+from collections.abc import Iterable
 
+from zc.engine.clock import Waited
 from zc.report.summary import megabytes
 from zc.report.timeline import Arrow, Box, Timeline, color_class, lanes
 
 WIDTH, LANE, BOX, LEFT, MEMORY, BAND = 1160, 34, 22, 90, 70, 48  # pixels
 
+LEAST_WIDTH = 0.5  # pixels of a wait that is drawn
 LEAST_NBYTES = 2**20  # memory is drawn only if the step adds at least as many bytes
 
 COLORS = {  # class: what it is, light, dark
@@ -24,7 +28,7 @@ COLORS = {  # class: what it is, light, dark
     "reduction": ("a bucket is sent and summed", "#a1d99b", "#3c7f3a"),
     "weights": ("weights are gathered", "#c9b8e8", "#654a9c"),
     "offload": ("copies and updates in host memory", "#f4b6c2", "#97435a"),
-    "signal": ("ranks wait for each other", "#cfcfca", "#5c5c58"),
+    "wait": ("there it waits for other ranks", "#cfcfca", "#5c5c58"),
 }
 
 
@@ -78,8 +82,10 @@ def draw(timeline: Timeline, *, is_alone: bool = False) -> str:
 
 def caption(timeline: Timeline) -> str:
     how = "measured" if timeline.is_measured else "estimated"
+    waits = text_of_waits(timeline.waits)
+    waited = f"exchanges waited {waits}; " if waits else ""
     return (
-        f"{_ms(timeline.stop)} {how}; communication that no computation hides: {_ms(timeline.exposed())}; "
+        f"{_ms(timeline.stop)} {how}; communication that no computation hides: {_ms(timeline.exposed())}; {waited}"
         "red lines: a stream was idle until the event"
     )
 
@@ -93,11 +99,37 @@ def _box(box: Box, rows: dict[str, int], scale: float) -> str:
     y = rows[box.lane] * LANE + (LANE - BOX) / 2
     label = html.escape(box.label)
     said = html.escape(f"{box.detail or box.label}: {_ms(box.stop - box.start)}, from {_ms(box.start)}")
+    waits = text_of_waits(box.waits)
+    said += f"; of these {waits}" if waits else ""
     text = f'<text x="{x + 3:.1f}" y="{y + 15:.1f}">{label}</text>' if width > 7 * len(box.label) + 6 else ""
     return (
         f'<g tabindex="0" class="box" data-said="{said}"><title>{said}</title><rect class="{color_class(box)}" '
-        f'x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{BOX}"/>{text}</g>'
+        f'x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{BOX}"/>{_waits(box, y, scale)}{text}</g>'
     )
+
+
+def _waits(box: Box, y: float, scale: float) -> str:
+    """The parts of a box in which it waited for other ranks: its lower third."""
+    top, height = y + 2 * BOX / 3, BOX / 3
+    return "".join(
+        f'<rect class="wait" x="{LEFT + wait.start * scale:.1f}" y="{top:.1f}" '
+        f'width="{(wait.stop - wait.start) * scale:.1f}" height="{height:.1f}"/>'
+        for wait in box.waits
+        if (wait.stop - wait.start) * scale >= LEAST_WIDTH
+    )
+
+
+def text_of_waits(waits: Iterable[Waited]) -> str:
+    """``2.1 ms for other ranks, 1.9 ms of them for rank 3``, the one that was waited for longest; "" for none."""
+    by_rank = defaultdict[int | None, float](float)
+    for wait in waits:
+        by_rank[wait.rank] += wait.stop - wait.start
+    total = sum(by_rank.values())
+    if round(total) == 0:
+        return ""
+    rank = max(by_rank, key=lambda rank: by_rank[rank])
+    whom = "" if rank is None else f", {_ms(by_rank[rank])} of them for rank {rank}"
+    return f"{_ms(total)} for other ranks{whom}"
 
 
 def _arrow(arrow: Arrow, rows: dict[str, int], scale: float) -> str:
@@ -144,7 +176,8 @@ def _memory(timeline: Timeline, scale: float, top: int) -> str:
 
 def _used(timeline: Timeline) -> list[str]:
     """The classes of color that the timeline has."""
-    return [name for name in COLORS if any(color_class(box) == name for box in timeline.boxes)]
+    used = {color_class(box) for box in timeline.boxes} | ({"wait"} if timeline.waits else set())
+    return [name for name in COLORS if name in used]
 
 
 def _legend(timeline: Timeline, top: int) -> tuple[str, int]:

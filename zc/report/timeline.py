@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from torch import fx
 
-from zc.engine.clock import ClockedStep
+from zc.engine.clock import ClockedStep, Span, Waited
 from zc.errors import some
 from zc.planning.plan import Plan
 from zc.schedule.buffer import COMM, COMPUTE, MAIN
@@ -45,7 +45,7 @@ LOOP = "loop"
 @dataclass(frozen=True)
 class Box:
     """One operation on its lane, in microseconds from the start. ``node``: of a schedule; None for a phase of the
-    caller's loop."""
+    caller's loop. ``waits``: when it waited for other ranks, and for which."""
 
     node: fx.Node | None
     lane: str
@@ -53,6 +53,7 @@ class Box:
     stop: float
     label: str = ""
     detail: str = ""
+    waits: tuple[Waited, ...] = ()
 
     @property
     def op(self) -> Op | None:
@@ -88,6 +89,10 @@ class Timeline:
     def stop(self) -> float:
         return max((box.stop for box in self.boxes), default=0.0)
 
+    @property
+    def waits(self) -> list[Waited]:
+        return [wait for box in self.boxes for wait in box.waits]
+
     def exposed(self) -> float:
         """Microseconds of communication during which neither a compute stream nor the caller's forward runs."""
         if self.exposed_on_host is not None:
@@ -112,17 +117,17 @@ def _union(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
 def measured(step: ClockedStep, programs: Iterable[Program]) -> Timeline:
     """The timeline of a clocked step. A schedule that ran several times, once per microbatch, appears as often."""
     by_name = {program.name: program for program in programs}
-    runs: dict[tuple[str, int], dict[str, tuple[float, float]]] = {}  # (program, number of the run) -> spans by node
+    runs: dict[tuple[str, int], dict[str, Span]] = {}  # (program, number of the run) -> spans by node
     times: Counter[tuple[str, str]] = Counter()
     for span in step.spans:
         number = times[span.program, span.name]
         times[span.program, span.name] += 1
-        runs.setdefault((span.program, number), {})[span.name] = (span.start, span.stop)
+        runs.setdefault((span.program, number), {})[span.name] = span
     boxes = [Box(None, LOOP, p.start, p.stop, p.name, f"the caller's loop: {p.name}") for p in step.phases]
     arrows: list[Arrow] = []
     free: dict[str, float] = {}
     moves: list[tuple[float, Gather | FreeWeights]] = []
-    for (name, _), spans in sorted(runs.items(), key=lambda run: min(run[1].values())):
+    for (name, _), spans in sorted(runs.items(), key=lambda run: min(span.start for span in run[1].values())):
         if name in by_name:
             _place(by_name[name], spans, free, boxes, arrows)
             moves += _moves(by_name[name].graph, spans)
@@ -138,13 +143,13 @@ def measured(step: ClockedStep, programs: Iterable[Program]) -> Timeline:
     )
 
 
-def _moves(graph: fx.Graph, spans: Mapping[str, tuple[float, float]]) -> Iterator[tuple[float, Gather | FreeWeights]]:
+def _moves(graph: fx.Graph, spans: Mapping[str, Span]) -> Iterator[tuple[float, Gather | FreeWeights]]:
     """When a gather began to fill its bytes of the arena, and when these were free again."""
     for node, op in ops(graph):
         if node.name in spans and isinstance(op, Gather) and op.dst.kind == "arena":
-            yield spans[node.name][0], op
+            yield spans[node.name].start, op
         elif node.name in spans and isinstance(op, FreeWeights):
-            yield spans[node.name][1], op
+            yield spans[node.name].stop, op
 
 
 def _gathered(moves: Iterable[tuple[float, Gather | FreeWeights]]) -> tuple[tuple[float, int], ...]:
@@ -165,7 +170,7 @@ def _gathered(moves: Iterable[tuple[float, Gather | FreeWeights]]) -> tuple[tupl
 
 def _place(
     program: Program,
-    spans: Mapping[str, tuple[float, float]],
+    spans: Mapping[str, Span],
     free: dict[str, float],
     boxes: list[Box],
     arrows: list[Arrow],
@@ -180,13 +185,14 @@ def _place(
         elif isinstance(op, WaitEvent) and events.get(op.event, (lane, 0.0))[0] != lane:
             waits.setdefault(lane, []).append((*events[op.event], op.event))
         elif node.name in spans:
-            start, stop = spans[node.name]
+            span = spans[node.name]
             for source, time, event in waits.pop(lane, ()):
-                arrows.append(Arrow(source, time, lane, start, event, delayed=time > free.get(lane, 0.0)))
-            free[lane] = stop
+                arrows.append(Arrow(source, time, lane, span.start, event, delayed=time > free.get(lane, 0.0)))
+            free[lane] = span.stop
             if isinstance(op, ReadWeights | FreeWeights):
                 continue  # it does nothing itself
-            boxes.append(Box(node, lane, start, stop, label(node, program.plan), detail(node, program.plan, program)))
+            said = detail(node, program.plan, program)
+            boxes.append(Box(node, lane, span.start, span.stop, label(node, program.plan), said, span.waits))
 
 
 def simulate(graph: fx.Graph, plan: Plan, costs: Mapping[str, float] | None = None) -> Timeline:
