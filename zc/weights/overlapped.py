@@ -155,8 +155,8 @@ class OverlappedWeights(Weights):
     def arrive(self, first: int) -> None:
         """Makes the main stream wait for the gathers of bucket ``first`` and all later ones, which come before it. On
         CUDA the host does not wait."""
-        core = self.core
         for bucket in sorted((bucket for bucket in self._in_flight if bucket >= first), reverse=True):
+            core = self.core
             self._publish(bucket)([], core.streams)
             self._refuse_failed([bucket])
             self._in_flight.discard(bucket)
@@ -181,7 +181,8 @@ class OverlappedWeights(Weights):
                 )
 
     def wait_for(self, params: Sequence[nn.Parameter]) -> None:
-        self.arrive(self.waits.order.first_of(params) if params else 0)
+        if self._in_flight:  # another model's read may ask, also while this one is taken apart
+            self.arrive(self.waits.order.first_of(params) if params else 0)
 
     def _publish(self, bucket: int) -> Program:
         """The schedule that waits for one bucket. They are all alike, and explain shows the first one."""
