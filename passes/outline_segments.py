@@ -10,7 +10,7 @@ Before and after::
                                                %getitem_2 = %segment_1[0]
                                                output (%getitem_2,)
 
-A node with ``meta["cut"]`` (cut_forward) also starts a new segment.
+A node with ``meta["cut"]`` (window_weights) also starts a new segment.
 
 Each segment is a GraphModule in ``node.meta["segment"]`` with canonical names (``arg0``, ``n1``, ...), so identical
 layers have identical text and compile once. Results of a multi-output node stay with it. Each segment repeats the

@@ -30,7 +30,13 @@ def pipeline(*, in_place: bool, prove: bool = True, windows: bool = False) -> tu
     return scheduling(*passes, outline_segments.PASS, prove=prove)
 
 
-def scheduling(*first: Pass, prove: bool) -> tuple[Pass, ...]:
-    """The passes ``first``, and those that make a schedule of their result. ``prove``: verify it."""
-    passes = (*first, place_on_streams.PASS, insert_events.PASS)
+def forward_pipeline(*, prove: bool = True) -> tuple[Pass, ...]:
+    """The passes over a forward graph whose weights come while it reads them."""
+    return scheduling(window_weights.PASS, outline_segments.PASS, prove=prove)
+
+
+def scheduling(*first: Pass, prove: bool, prefix: str = "e") -> tuple[Pass, ...]:
+    """The passes ``first``, and those that make a schedule of their result. ``prove``: verify it; ``prefix``: of the
+    names of its events."""
+    passes = (*first, place_on_streams.PASS, insert_events.with_prefix(prefix))
     return (*passes, verify.PASS) if prove else passes

@@ -18,9 +18,6 @@ from __future__ import annotations
 
 from torch import fx
 
-from zc.passes import insert_events, place_on_streams
-from zc.passes import verify as proof
-from zc.passes.runner import run_passes
 from zc.planning.plan import Plan
 from zc.planning.residency import Residency
 from zc.schedule.buffer import Buffer
@@ -28,7 +25,7 @@ from zc.schedule.nodes import put
 from zc.schedule.spec import FreeWeights, ReadWeights, gather_node
 
 ARENA = Buffer("arena", 0)
-_PASSES = (place_on_streams.PASS, insert_events.with_prefix("w"))
+PREFIX = "w"  # of the names of its events
 
 
 def weights_graph(plan: Plan, residency: Residency) -> fx.Graph:
@@ -45,9 +42,3 @@ def weights_graph(plan: Plan, residency: Residency) -> fx.Graph:
             put(graph, ReadWeights(ARENA, use, tuple(bucket for bucket, _, _ in piece.reads), spans=spans))
     graph.output(()).meta["uses"] = residency.uses
     return graph
-
-
-def build_weights_schedule(plan: Plan, residency: Residency, *, verify: bool) -> fx.Graph:
-    """The finished schedule, with its streams and events. `zc.schedule.codegen.load_pieces` loads it."""
-    passes = (*_PASSES, proof.PASS) if verify else _PASSES
-    return run_passes(weights_graph(plan, residency), plan, passes, name="weights")[0]

@@ -1,7 +1,7 @@
-"""Cuts a graph into windows, each of which reads the weights of few buckets (stage 3).
+"""Cuts a graph into windows, each of which reads the weights of few buckets.
 
-Before and after, ``%p`` a parameter in bucket 1, slot 0, and ``%q`` one in bucket 0, slot 2; ``%p`` is saved for the
-backward, so the graph returns it::
+**Sharded weights are there in their window alone** (stage 3, ``shard_frozen``). Before and after, ``%p`` a parameter in
+bucket 1, slot 0, and ``%q`` one in bucket 0, slot 2; ``%p`` is saved for the backward, so the graph returns it::
 
                                               %take = take_weights(((1, 0),))
                                               %p_1 = %take[0]
@@ -17,9 +17,24 @@ backward, so the graph returns it::
 A window gets one more bucket as long as its bytes leave room for the next window's under `Plan.weight_cap`. So a block
 whose buckets fit is one window and one segment. All weights that one module reads come in one window if they fit: ranks
 that exchange messages gather in one order, and may run different graphs (an addmm of one row is a product and a sum).
-Values made of parameters alone (views, casts) are made anew in each window that reads them, unless they are much
-smaller (norms). A view of a weight that
-leaves its window, as an output or a gradient, is copied. The pass leaves alone a graph that reads no parameter.
+A view of a weight that leaves its window, as an output or a gradient, is copied.
+
+**Whole weights come, and stay** (``overlap_gather``). A window begins where another bucket is first read, and the main
+stream waits for that bucket there. ``%p1`` is a parameter in ``gathered[1]``, ``%p0`` one in ``gathered[0]``::
+
+    %t0 = aten.t(%p0)                         %t1 = aten.t(%p1)
+    %t1 = aten.t(%p1)                         %mm = aten.mm(%x, %t1)
+    %mm = aten.mm(%x, %t1)              ->    %t0 = aten.t(%p0)            meta["cut"]: a new segment starts here
+    %mm_1 = aten.mm(%mm, %t0)                 %mm_1 = aten.mm(%mm, %t0)
+    output (%mm_1, %t0)                       publish(0, "gathered[0]")
+                                              publish(1, "gathered[1]")
+                                              output (%mm_1, %t0)
+
+The publishes at the end let code after the graph read every parameter.
+
+Values made of parameters alone (views, casts) are made where something else first reads them in a window. Where windows
+end, each makes them anew, unless they are much smaller (norms). Random ones stay, since a generator gives its numbers
+in the order of the calls. The pass leaves alone a graph that reads no parameter, but for the publishes.
 
 The idea of gathering each weight before its use and freeing it after: ZeRO-3 (arXiv:1910.02054, section 5.3) and
 FSDP (arXiv:2304.11277).
@@ -28,7 +43,7 @@ FSDP (arXiv:2304.11277).
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import fx
@@ -38,29 +53,31 @@ from zc.errors import PassError
 from zc.passes.base import Pass, is_random
 from zc.planning.layout import ALIGN_NBYTES, align_up
 from zc.planning.plan import Plan
+from zc.schedule.buffer import Buffer
 from zc.schedule.nodes import is_schedule_node, put
-from zc.schedule.spec import TakeWeights
+from zc.schedule.spec import Publish, TakeWeights
 
 Place = tuple[int, int]  # bucket, slot
 REDUCED = 8  # times fewer elements than the parameters that a value is made of: it is made once, and kept
 
 
 def run(graph: fx.Graph, plan: Plan) -> fx.Graph:
-    reads = _Reads(graph)
+    reads = _Reads(graph, is_sharded=bool(plan.sharded))
     windows = _windows(_by_module(list(reads.by_node.values()), plan), plan)
-    return _Rewrite(graph, reads, dict(zip(reads.by_node, windows, strict=True))).graph
+    return _Rewrite(graph, reads, dict(zip(reads.by_node, windows, strict=True)), plan).graph
 
 
 class _Reads:
-    """Which weights each node of a graph reads, also through views and casts of them."""
+    """Which weights each node of a graph reads, also through views and casts of them. ``is_sharded``: the weights are
+    the sharded ones."""
 
-    def __init__(self, graph: fx.Graph) -> None:
+    def __init__(self, graph: fx.Graph, *, is_sharded: bool) -> None:
         self.of_params: dict[fx.Node, tuple[fx.Node, ...]] = {}  # a value made of parameters alone -> the parameters
-        self.by_node: dict[fx.Node, list[Place]] = {}  # a node that is none of these -> what it reads
-        returned = set(graph.output_node().all_input_nodes)
+        self.by_node: dict[fx.Node, list[Place]] = {}  # a node that is none of these -> what is sharded and it reads
+        returned = set(graph.output_node().all_input_nodes) if is_sharded else set()
         for node in graph.nodes:
             if node.op == "placeholder":
-                if "weight" in node.meta:
+                if ("weight" if is_sharded else "buffer") in node.meta:
                     self.of_params[node] = (node,)
                 continue
             sources = [source for used in node.all_input_nodes for source in self.of_params.get(used, ())]
@@ -70,10 +87,11 @@ class _Reads:
                 raise PassError(f"{node.name} of a compiled graph writes to a parameter: stage 3 has no bytes of it")
             is_made_of_params = all(n in self.of_params or _is_size(n) for n in node.all_input_nodes)
             # made anew in each window, a dropped weight would have two masks
-            is_kept = is_schedule_node(node) or node in returned or is_random(node) or _is_reduced(node, sources)
+            is_kept = is_schedule_node(node) or node in returned or is_random(node)
+            is_kept |= is_sharded and _is_reduced(node, sources)
             if is_made_of_params and not is_kept:
                 self.of_params[node] = tuple(dict.fromkeys(sources))
-            else:
+            elif is_sharded:
                 self.by_node[node] = [source.meta["weight"] for source in dict.fromkeys(sources)]
 
 
@@ -131,25 +149,35 @@ def _nbytes(buckets: set[int], nbytes: Mapping[int, int]) -> int:
 class _Rewrite:
     """The graph with its windows."""
 
-    def __init__(self, graph: fx.Graph, reads: _Reads, windows: dict[fx.Node, int]) -> None:
+    def __init__(self, graph: fx.Graph, reads: _Reads, windows: dict[fx.Node, int], plan: Plan) -> None:
         self.graph = fx.Graph(owning_module=graph.owning_module)
-        self._reads, self._copies = reads, dict[fx.Node, fx.Node]()
+        self._reads, self._copies, self._is_sharded = reads, dict[fx.Node, fx.Node](), bool(plan.sharded)
         self._inside: dict[fx.Node, fx.Node] = {}  # a value made of parameters -> its copy in the present window
-        storages = {n.meta.get("storage") for n, made_of in reads.of_params.items() if made_of == (n,)} - {None}
-        params = {n.meta["weight"]: n for n, made_of in reads.of_params.items() if made_of == (n,)}
+        self._order = {node: k for k, node in enumerate(graph.nodes)}
+        self._waited: set[str] = set()  # buffers of whole weights that have been read so far
+        params = {node: None for node, made_of in reads.of_params.items() if made_of == (node,)}
+        sharded = list(params) if self._is_sharded else []
+        storages = {param.meta.get("storage") for param in sharded} - {None}
+        of_place = {param.meta["weight"]: param for param in sharded}
         places: dict[int, dict[Place, None]] = {}
         for node, number in windows.items():
             places.setdefault(number, {}).update(dict.fromkeys(reads.by_node[node]))
         current = -1
         for node in graph.nodes:
-            if node.op == "output":
+            if node in params:
+                self._inside[node] = self._copy(node)
+            elif node.op == "output":
                 if windows:
                     put(self.graph, TakeWeights(()))
-                self._copy(node, params_too=False)
-            elif node.op == "placeholder" or node not in reads.of_params:
+                    self._inside = {param: self._copies[param] for param in params}  # returned as they have come
+                self._bring(node.all_input_nodes)
+                for bucket in () if self._is_sharded else plan.buckets:
+                    put(self.graph, Publish(bucket.index, Buffer("gathered", bucket.index)))
+                self._copy(node)
+            elif node not in reads.of_params:
                 if windows.get(node, current) != current:
                     current = windows[node]
-                    self._open({place: params[place] for place in places[current]})
+                    self._open({place: of_place[place] for place in places[current]})
                 for used in node.all_input_nodes if is_schedule_node(node) else ():
                     self._detach(used, storages)
                 copied = self._copy(node)
@@ -164,30 +192,41 @@ class _Rewrite:
             item.meta = {key: value for key, value in param.meta.items() if key in ("val", "tensor_meta", "storage")}
             self._inside[param] = item
 
-    def _value(self, node: fx.Node) -> fx.Node:
-        """The copy of a node that the present window reads."""
-        if node not in self._reads.of_params:
-            return self._copies[node]
-        if node not in self._inside:
-            self._inside[node] = self._put_copy(node)
-        return self._inside[node]
+    def _bring(self, values: Iterable[fx.Node]) -> None:
+        """Puts those of ``values`` that are made of parameters into the present window, with what they are made of, in
+        their old order."""
+        needed: set[fx.Node] = set()
+        ahead = list(values)
+        while ahead:
+            value = ahead.pop()
+            if value in self._reads.of_params and value not in self._inside and value not in needed:
+                needed.add(value)
+                ahead += value.all_input_nodes
+        for value in sorted(needed, key=self._order.__getitem__):
+            self._inside[value] = self._put_copy(value)
 
-    def _copy(self, node: fx.Node, *, params_too: bool = True) -> fx.Node:
-        self._copies[node] = copied = self._put_copy(node, params_too=params_too)
+    def _copy(self, node: fx.Node) -> fx.Node:
+        self._bring(node.all_input_nodes)
+        self._copies[node] = copied = self._put_copy(node)
         return copied
 
-    def _put_copy(self, node: fx.Node, *, params_too: bool = True) -> fx.Node:
-        choose = self._value if params_too else self._copies.__getitem__
-        args, kwargs = fx.map_arg((node.args, node.kwargs), choose)
-        name = node.name if node not in self._reads.of_params or node.op == "placeholder" else None
-        copied = self.graph.create_node(node.op, node.target, args, kwargs, name=name, type_expr=node.type)
+    def _put_copy(self, node: fx.Node) -> fx.Node:
+        here = self._inside
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: here[n] if n in here else self._copies[n])
+        copied = self.graph.create_node(node.op, node.target, args, kwargs, name=node.name, type_expr=node.type)
         copied.meta = {key: item for key, item in node.meta.items() if key != "record"}
+        if not self._is_sharded and node.op == "call_function":
+            read = {used.meta["buffer"] for used in node.all_input_nodes if "buffer" in used.meta}
+            if read - self._waited and self._waited:  # the first bucket is waited for at the start in any case
+                copied.meta["cut"] = True
+            self._waited |= read
         return copied
 
     def _detach(self, node: fx.Node, storages: set[object]) -> None:
         """A gradient that is a weight, or a view of one, waits for its bucket as a copy."""
         if node in self._reads.of_params and node.meta.get("storage") in storages:
-            self._inside[node] = self._clone(self._value(node), node.meta)
+            self._bring([node])
+            self._inside[node] = self._clone(self._inside[node], node.meta)
 
     def _clone(self, value: fx.Node, meta: dict[str, object] | None = None) -> fx.Node:
         clone = self.graph.call_function(torch.ops.aten.clone.default, (value,))

@@ -14,7 +14,7 @@ from zc.engine.memory_order import flattened, in_shape
 from zc.engine.unset import poison
 from zc.planning.plan import Bucket
 from zc.ranks.group import Group
-from zc.weights.absent import without_bytes
+from zc.weights.param import without_bytes
 
 if TYPE_CHECKING:
     from zc.engine.runtime import Runtime

@@ -14,7 +14,7 @@ from torch import nn
 
 from zc.engine.unset import poison
 from zc.errors import PlanError
-from zc.weights.absent import without_bytes
+from zc.weights.param import without_bytes
 
 
 def place(

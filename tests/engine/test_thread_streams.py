@@ -31,7 +31,7 @@ def run_on_threads(shape: str, delays: dict[str, float]) -> dict[str, Tensor]:
     for _ in range(2):
         names = [n.name for n in graph.nodes if n.op == "placeholder"]
         values = Values({n: torch.full((2,), 0.1 * k, dtype=torch.float64) for k, n in enumerate(names)})
-        codegen.load(graph)(values, streams, sim.bound(graph))
+        codegen.load(graph)[0](values, streams, sim.bound(graph))
         left = {n.name for n in graph.output_node().all_input_nodes}
         streams.join_main()
         assert set(values) == left, "what is not returned has been freed"

@@ -98,7 +98,7 @@ def run(shape: str, streams: DeviceStreams, *, stage: int, num_runs: int = 3) ->
     plan = make(4, ring=2, stage=stage)
     graph = schedule(shape, plan)
     counts = {str(n.args[0]): len(results(n)) for n in steps(graph) if isinstance(op_of(n), Segment)}
-    ops, go = Ops(plan, counts), codegen.load(graph)
+    ops, go = Ops(plan, counts), codegen.load(graph)[0]
     for number in range(num_runs):
         names = [n.name for n in graph.nodes if n.op == "placeholder"]
         values = {name: torch.full((NUMEL,), 0.1 * k + number, device="cuda") for k, name in enumerate(names)}
@@ -149,7 +149,7 @@ def test_no_host_synchronisation_and_overlap_in_a_trace(tmp_path: Path) -> None:
     plan = make(6, ring=3)
     graph = schedule("mlp", plan)
     counts = {str(n.args[0]): len(results(n)) for n in steps(graph) if isinstance(op_of(n), Segment)}
-    ops, go, streams = Ops(plan, counts), codegen.load(graph), DeviceStreams(device)
+    ops, go, streams = Ops(plan, counts), codegen.load(graph)[0], DeviceStreams(device)
     names = [n.name for n in graph.nodes if n.op == "placeholder"]
 
     def once() -> None:

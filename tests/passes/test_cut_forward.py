@@ -11,7 +11,7 @@ from graphs import plan_for
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from zc.passes import cut_forward
+from zc.passes import window_weights
 from zc.schedule.nodes import is_schedule_node
 
 pytestmark = pytest.mark.check
@@ -45,7 +45,7 @@ def num_calls(graph: fx.Graph, limit: int) -> int:
 
     sys.setprofile(counted)
     try:
-        cut_forward.run(graph, plan_for(["a", "b"]))
+        window_weights.run(graph, plan_for(["a", "b"]))
     finally:
         sys.setprofile(None)
     return count
@@ -60,7 +60,7 @@ def test_a_chain_of_diamonds_costs_as_much_as_its_nodes() -> None:
 def test_what_reads_parameters_alone_moves_behind_the_cut() -> None:
     graph = traced(2)
     before = [n.name for n in graph.nodes if n.op == "call_function"]
-    new = cut_forward.run(graph, plan_for(["a", "b"]))
+    new = window_weights.run(graph, plan_for(["a", "b"]))
     new.lint()  # each value before its readers
     names = [n.name for n in new.nodes if n.op == "call_function" and not is_schedule_node(n)]
     assert before[0] == names[0] == "mm" and names == before, "mm reads the other bucket, and stands first already"
@@ -78,7 +78,7 @@ def test_diamonds_that_stand_first_move_in_their_old_order() -> None:
     _, first, last = gm.graph.find_nodes(op="placeholder")
     first.meta["buffer"], last.meta["buffer"] = "gathered[1]", "gathered[0]"
     before = [n.name for n in gm.graph.nodes if n.op == "call_function"]
-    new = cut_forward.run(gm.graph, plan_for(["a", "b"]))
+    new = window_weights.run(gm.graph, plan_for(["a", "b"]))
     new.lint()
     names = [n.name for n in new.nodes if n.op == "call_function" and not is_schedule_node(n)]
     assert names == [before[-2], *before[:-2], before[-1]]
@@ -94,6 +94,6 @@ def test_random_operations_keep_their_order() -> None:
     gm.graph.owning_module = gm
     _, first, last = gm.graph.find_nodes(op="placeholder")
     first.meta["buffer"], last.meta["buffer"] = "gathered[1]", "gathered[0]"
-    new = cut_forward.run(gm.graph, plan_for(["a", "b"]))
+    new = window_weights.run(gm.graph, plan_for(["a", "b"]))
     names = [n.name for n in new.nodes if n.op == "call_function" and not is_schedule_node(n)]
     assert names == ["rand_like", "mul", "rand_like_1", "mul_1", "mm", "mm_1"]

@@ -15,7 +15,7 @@ from torch import fx
 
 from zc.config import Config
 from zc.offload.host_step import step_graph
-from zc.passes import cut_forward, insert_events, offload_gradients, place_on_streams, reduce_buckets
+from zc.passes import insert_events, offload_gradients, place_on_streams, reduce_buckets, window_weights
 from zc.passes.debt import Debt
 from zc.planning.layout import Rule
 from zc.planning.packing import ParamSpec, make_plan
@@ -209,7 +209,7 @@ def forward(plan: Plan, layers_a_bucket: int = 1) -> fx.Graph:
             saved.append(saved_tensors)
     (x,) = b.segment([x, params[max(params)]], 1)
     b.graph.output((x, *saved, params[0]))  # a parameter that the backward needs as well
-    return placed(plan, cut_forward.run(b.graph, plan))
+    return placed(plan, window_weights.run(b.graph, plan))
 
 
 def placed(plan: Plan, graph: fx.Graph, debt: Debt = NOTHING_OWED) -> fx.Graph:

@@ -280,7 +280,7 @@ def run(
             weights = sorted(b for b in touched if isinstance(b, Buffer) and b.kind == "flat_param")
             streams.run_on(MAIN, _read(sim, weights))
         streams.run_on(MAIN, _enter(values, graph, number, sim))
-        codegen.load(graph)(values, streams, sim.bound(graph))
+        codegen.load(graph)[0](values, streams, sim.bound(graph))
         streams.run_on(MAIN, _leave(values, graph, number, final, sim, expected))
     if contract:
         _future(sim, case)

@@ -16,14 +16,16 @@ from torch import fx
 from weights_machine import Setting
 
 from zc.config import Config
+from zc.passes.pipeline import scheduling
+from zc.passes.runner import run_passes
 from zc.passes.verify import examine, verify
-from zc.passes.weights_schedule import build_weights_schedule
+from zc.passes.weights_schedule import PREFIX, weights_graph
 from zc.planning.hops import reads_shards
 from zc.planning.packing import ParamSpec, make_plan
 from zc.planning.plan import Plan
 from zc.planning.residency import plan_residency, smallest_cap
 from zc.planning.topology import Topology, flat
-from zc.schedule.codegen import load_pieces
+from zc.schedule.codegen import load
 from zc.schedule.nodes import ops
 from zc.schedule.spec import Gather
 
@@ -57,7 +59,8 @@ def case(seed: int) -> tuple[fx.Graph, Plan, Setting]:
     nbytes = {b.index: b.nbytes for b in plan.buckets}
     cap = smallest_cap(uses, nbytes) + 128 * rng.randint(0, 8)
     plan = replace(plan, weight_nbytes=max(cap, 1))
-    graph = build_weights_schedule(plan, plan_residency(uses, nbytes, cap), verify=False)
+    passes = scheduling(prove=False, prefix=PREFIX)
+    graph, _ = run_passes(weights_graph(plan, plan_residency(uses, nbytes, cap)), plan, passes)
     machines = world_size if reads_shards(plan) else 1
     return graph, plan, Setting(tuple(uses), nbytes, plan.weight_cap, machines, reads_shards(plan))
 
@@ -66,7 +69,7 @@ def case(seed: int) -> tuple[fx.Graph, Plan, Setting]:
 def test_intact_passes_are_proved_and_right(seed: int) -> None:
     graph, plan, setting = case(seed)
     verdict = verify(graph, plan)
-    assert verdict.redundant == 0 and len(load_pieces(graph)) == len(setting.uses) + 1
+    assert verdict.redundant == 0 and len(load(graph)) == len(setting.uses) + 1
     assert weights_machine.fault_of(graph, setting, 200 if FULL else 5, every_cut=FULL) is None
     encodes = {op.scratch is not None for _, op in ops(graph) if isinstance(op, Gather)}
     assert encodes <= {plan.gather_bits > 0}

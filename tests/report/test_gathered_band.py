@@ -11,8 +11,11 @@ from torch import nn
 
 import zc
 from zc.config import Config
+from zc.engine.binding import Operations
 from zc.engine.clock import ClockedStep, Span
-from zc.passes.weights_schedule import build_weights_schedule
+from zc.engine.program import Program, build
+from zc.passes.pipeline import scheduling
+from zc.passes.weights_schedule import PREFIX, weights_graph
 from zc.planning.packing import ParamSpec, make_plan
 from zc.planning.plan import Plan
 from zc.planning.residency import Uses, plan_residency
@@ -22,7 +25,6 @@ from zc.report.drawing import draw
 from zc.report.timeline import Timeline, measured
 from zc.schedule.nodes import op_of, steps, stream_of
 from zc.schedule.spec import FreeWeights, Gather, ReadWeights, Sync
-from zc.weights.weight_uses import PlannedPass
 
 
 def plan_of(sizes: tuple[int, ...], cap: int) -> Plan:
@@ -31,13 +33,13 @@ def plan_of(sizes: tuple[int, ...], cap: int) -> Plan:
     return make_plan(specs[::-1], Config(stage=3, bucket_nbytes=256, weight_nbytes=cap), flat(2))
 
 
-def planned(plan: Plan, uses: Uses, name: str = "weights_0") -> PlannedPass:
+def planned(plan: Plan, uses: Uses, name: str = "weights_0") -> Program:
     residency = plan_residency(uses, {bucket.index: bucket.nbytes for bucket in plan.buckets}, plan.weight_cap)
-    graph = build_weights_schedule(plan, residency, verify=True)
-    return PlannedPass(name, uses, plan, residency, graph, [])
+    passes, nothing = scheduling(prove=True, prefix=PREFIX), Operations(object())  # type: ignore[arg-type]
+    return build(weights_graph(plan, residency), plan, passes, nothing, name=name)
 
 
-def spans_of(one: PlannedPass, begin: float = 0.0) -> list[Span]:
+def spans_of(one: Program, begin: float = 0.0) -> list[Span]:
     """By hand: the k-th gather runs from 100 k to 100 k + 50, a read takes 10 after what is before it, a free 5."""
     spans, now, num_gathers = list[Span](), begin, 0
     for node in steps(one.graph):
@@ -52,7 +54,7 @@ def spans_of(one: PlannedPass, begin: float = 0.0) -> list[Span]:
     return spans
 
 
-def line_of(spans: list[Span], *passes: PlannedPass) -> Timeline:
+def line_of(spans: list[Span], *passes: Program) -> Timeline:
     return measured(ClockedStep(tuple(spans), (Span("", "forward", "loop", 0.0, 400.0),), ()), passes)
 
 

@@ -19,8 +19,7 @@ from torch import fx
 from zc import torch_private
 from zc.compiler.backward import CompiledBackward
 from zc.compiler.blocks import Block, Blocks
-from zc.compiler.forward import CompiledForward
-from zc.compiler.graphs import Hook, Origin, Traced, as_traced, keep_from_writes
+from zc.compiler.graphs import CompiledForward, Hook, Origin, Traced, as_traced, keep_from_writes
 from zc.compiler.segments import interpret
 from zc.engine import param_grads
 from zc.errors import ZcError

@@ -16,7 +16,7 @@ from zc import torch_private
 from zc.compiler.blocks import Block
 from zc.compiler.segments import compile_segment
 from zc.engine.program import Program, build
-from zc.errors import PassError
+from zc.errors import PassError, ZcError
 from zc.passes import verify
 from zc.passes.base import Pass, copy_graph, returned_by
 from zc.planning.plan import Plan
@@ -177,9 +177,9 @@ class CompiledGraph(ABC):
         graph = rebased(template.graph, template.plan, names, moves, turn)
         if any(record.name == verify.PASS.name for record in template.records):
             verify.verify(graph, template.plan)
-        name, run = f"{template.name} of {member}", codegen.load(graph)
+        name, pieces = f"{template.name} of {member}", codegen.load(graph)
         operations, records = template.operations, template.records
-        return Program(name, graph, template.plan, run, operations, records, block=member, like=template)
+        return Program(name, graph, template.plan, pieces, operations, records, block=member, like=template)
 
     def _copy_for(self, member: str | None) -> fx.Graph:
         """A copy of the graph whose inputs name the weights that a member reads: ``meta["weight"]`` those that are
@@ -201,6 +201,32 @@ class CompiledGraph(ABC):
         runtime = self.runtime
         name, dump_dir = f"{self._kind}_{len(self.owned)}", runtime.config.dump_dir
         return build(graph, plan, passes, runtime.operations(), self._compile_segment, name=name, dump_dir=dump_dir)
+
+
+class CompiledForward(CompiledGraph):
+    """A forward graph whose weights come while it reads them, with one program for each member: sharded ones in
+    windows, and under overlap_gather those that an update has gathered, where each bucket is first read."""
+
+    def __init__(self, origin: Origin, traced: Traced) -> None:
+        plan = origin.runtime.plan
+        super().__init__(origin, traced, weights=plan.sharded_names or plan.slot_of())
+        self.get(self.traced_for, None)  # while Dynamo's context is open
+
+    def program(self, args: Sequence[Any]) -> Program:
+        """The one for the block whose parameters are among ``args``."""
+        if self.block is None:
+            return self.get(None, None)
+        member = self.member_of(args)
+        if member is None:
+            raise ZcError(f"a forward of a block like {self.block.name} got parameters of several blocks")
+        return self.get(member, None)
+
+    @property
+    def owned(self) -> list[Program]:
+        return self.runtime.forwards
+
+    def build(self, member: str | None, variant: None) -> Program:
+        return self._run_passes(self._copy_for(member), self.runtime.plan, self.runtime.forward_passes)
 
 
 def keep_from_writes(traced: Traced) -> Traced:

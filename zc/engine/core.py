@@ -22,7 +22,7 @@ from zc.engine.names import Names
 from zc.engine.program import Program, build
 from zc.engine.streams import Streams
 from zc.engine.unset import Unset
-from zc.passes.pipeline import pipeline, scheduling
+from zc.passes.pipeline import forward_pipeline, pipeline, scheduling
 from zc.planning.layout import Slot
 from zc.planning.plan import Bucket, Plan
 from zc.ranks.group import Group
@@ -92,10 +92,11 @@ class Core:
         self.num_left = 0  # parameters that have left the plan: schedules of before name their slots
         self.accumulators = Accumulators(buffers, group, Routes(self.plan, group, buffers.tables))
         self.inductor_options = config.inductor_options
-        # they make a schedule of a backward graph
+        # they make a schedule of a backward graph, and of a forward graph whose weights come while it reads them
         self.backward_passes = pipeline(
             in_place=config.write_in_place, prove=config.verify, windows=bool(self.plan.sharded)
         )
+        self.forward_passes = forward_pipeline(prove=config.verify)
         self.programs: list[Program] = []  # of compiled backward graphs, for explain
         self.forwards: list[Program] = []  # of compiled forward graphs that are schedules
         # by canonical text: each with the check of the global state that it was compiled under
@@ -121,10 +122,11 @@ class Core:
         *passes: Pass,
         name: str,
         overrides: Mapping[type[Op], Function] | None = None,
+        prefix: str = "e",
     ) -> Program:
         """A program that has no segments, such as an update: its graph through ``passes``, and on streams.
-        ``overrides``: functions in place of those of `zc.engine.operations`."""
-        stages = scheduling(*passes, prove=self.config.verify)
+        ``overrides``: functions in place of those of `zc.engine.operations`; ``prefix``: of the names of its events."""
+        stages = scheduling(*passes, prove=self.config.verify, prefix=prefix)
         return build(graph, plan, stages, self.operations(overrides), name=name)
 
     @property

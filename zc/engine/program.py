@@ -26,12 +26,13 @@ CompileSegment = Callable[[fx.GraphModule], Segment]
 
 @dataclass
 class Program:
-    """A schedule and what explain tells of it; a call runs it once."""
+    """A schedule and what explain tells of it; a call runs it once. ``pieces``: what runs it, as `codegen.load` gives
+    it. Most have one piece; between those of a pass's gathers (`zc.passes.weights_schedule`) other schedules run."""
 
     name: str
     graph: fx.Graph
     plan: Plan
-    run: Callable[[dict[str, Any], Streams, Any], None]
+    pieces: Sequence[codegen.Run]
     operations: Operations
     records: tuple[PassRecord, ...]
     num_runs: int = 0
@@ -42,7 +43,7 @@ class Program:
     buckets: frozenset[int] = field(init=False)  # that it writes or reduces
     reductions: tuple[int, ...] = field(init=False)  # buckets that it reduces between ranks, in order
     gradients: frozenset[tuple[int, int]] = field(init=False)  # that it writes or deposits: (bucket, slot)
-    _named: codegen.RunNamed | None = None  # made when it first runs under a profiler, or clocked
+    _named: Sequence[codegen.RunNamed] | None = None  # made when it first runs under a profiler, or clocked
 
     def __post_init__(self) -> None:
         self.placeholders = tuple(n.name for n in self.graph.nodes if n.op == "placeholder")
@@ -76,14 +77,22 @@ class Program:
         self.num_runs += 1
         operations = self.operations if may_reduce is None else self.operations.reducing_if(may_reduce)
         operations = operations if buckets is None else operations.on_buckets(buckets)
-        if streams.clock.needs_names:
-            if self._named is None:
-                self._named = codegen.load(self.graph, self.plan)
-            with record_function(f"zc {self.name}"):
-                self._named(values, streams, operations, streams.clock.named(self.name))
-        else:
-            self.run(values, streams, operations)
+        self._run(0, values, streams, operations)
         return tuple(values[item.name] if isinstance(item, fx.Node) else item for item in self.outputs)
+
+    def run_piece(self, number: int, streams: Streams) -> None:
+        """Runs one piece of a schedule that gets nothing and returns nothing."""
+        self.num_runs += number == 0
+        self._run(number, {}, streams, self.operations)
+
+    def _run(self, number: int, values: dict[str, Any], streams: Streams, operations: Operations) -> None:
+        if not streams.clock.needs_names:
+            self.pieces[number](values, streams, operations)
+            return
+        if self._named is None:
+            self._named = codegen.load(self.graph, self.plan)
+        with record_function(f"zc {self.name}"):
+            self._named[number](values, streams, operations, streams.clock.named(self.name))
 
 
 def build(

@@ -124,7 +124,7 @@ class ShardedModel(Listener):
         params = of_slots.values() if torch_private.current_graph_task() == -1 else ()
         for each in self.optimizers if optimizer is None else [self.optimizers[optimizer]]:
             self.grad_shards.say_if_skipped(each.number)
-        with torch_private.without_torch_function():  # faster: parameters may be watched (weights/pending.py)
+        with torch_private.without_torch_function():  # faster: parameters may be watched (weights/param.py)
             for param in params:
                 param.grad = None
         self.gradients_dropped(list(of_slots))

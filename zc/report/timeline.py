@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 from torch import fx
 
@@ -38,9 +38,6 @@ from zc.schedule.spec import (
 
 if TYPE_CHECKING:
     from zc.engine.program import Program
-    from zc.weights.weight_uses import PlannedPass
-
-    Scheduled: TypeAlias = Program | PlannedPass  # what was clocked: a schedule, or the gathers of a pass
 
 LOOP = "loop"
 
@@ -117,7 +114,7 @@ def _union(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
     return merged
 
 
-def measured(step: ClockedStep, programs: Iterable[Scheduled]) -> Timeline:
+def measured(step: ClockedStep, programs: Iterable[Program]) -> Timeline:
     """The timeline of a clocked step. A schedule that ran several times, once per microbatch, appears as often."""
     by_name = {program.name: program for program in programs}
     runs: dict[tuple[str, int], dict[str, Span]] = {}  # (program, number of the run) -> spans by node
@@ -172,7 +169,7 @@ def _gathered(moves: Iterable[tuple[float, Gather | FreeWeights]]) -> tuple[tupl
 
 
 def _place(
-    program: Scheduled,
+    program: Program,
     spans: Mapping[str, Span],
     free: dict[str, float],
     boxes: list[Box],
@@ -269,7 +266,7 @@ def label(node: fx.Node, plan: Plan) -> str:
     return f"{kind_of(node)} {node.args[0] if node.args else ''}"
 
 
-def detail(node: fx.Node, plan: Plan, program: Scheduled | None = None) -> str:
+def detail(node: fx.Node, plan: Plan, program: Program | None = None) -> str:
     """The text for a box under the pointer."""
     op, words = op_of(node), f"{stream_of(node)}: {kind_of(node)}"
     if program is not None:

@@ -41,13 +41,9 @@ def generate(graph: fx.Graph, plan: Plan | None = None) -> str:
     return _function(list(ops(graph)), _last_uses(graph), plan)
 
 
-def load(graph: fx.Graph, plan: Plan | None = None) -> Any:
-    """The schedule as a function: a `Run`, or with ``plan`` a `RunNamed`."""
-    return _load(generate(graph, plan))
-
-
-def load_pieces(graph: fx.Graph, plan: Plan | None = None) -> list[Any]:
-    """A function like that of `load` for each of the `pieces`: called in order, they are the schedule."""
+def load(graph: fx.Graph, plan: Plan | None = None) -> list[Any]:
+    """A function for each of the `pieces`, a `Run` or with ``plan`` a `RunNamed`: called in order, they are the
+    schedule."""
     last = _last_uses(graph)
     return [_load(_function(piece, last, plan)) for piece in pieces(graph)]
 
@@ -74,7 +70,8 @@ def _function(nodes: Sequence[tuple[fx.Node, Op]], last: LastUses, plan: Plan | 
 
 
 def pieces(graph: fx.Graph) -> list[list[tuple[fx.Node, Op]]]:
-    """The nodes of a pass of stage 3: for each use those up to its read_weights, and the rest after the last use."""
+    """The nodes of a schedule. Those of a pass of stage 3 for each use up to its read_weights, and the rest after the
+    last use; those of any other one together."""
     parts: list[list[tuple[fx.Node, Op]]] = [[]]
     for node, op in ops(graph):
         parts[-1].append((node, op))

@@ -9,11 +9,11 @@ later ones. In a model with blocks, which are compiled one by one, the forward w
     the model's call ends      for blocks that have not run
 
 Inside a block and behind it, compiled code and any other code read weights that are there. Elsewhere, code that is not
-compiled waits when it reads a parameter, which is watched until then (`zc.weights.pending`). Compiled code finds plain
+compiled waits when it reads a parameter, which is watched until then (`zc.weights.param`). Compiled code finds plain
 parameters, since Dynamo guards their class. So what a compiled graph reads before its step above, later forwards wait
 for at their beginning. FSDP's wrapped modules wait before their forward, too (arXiv:2304.11277).
 
-A model without blocks is one graph, which waits for each bucket where it first reads it (`zc.passes.cut_forward`).
+A model without blocks is one graph, which waits for each bucket where it first reads it (`zc.passes.window_weights`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The forwards and backwards of a model with sharded weights: which one runs, and what its parameters are meanwhile.
 
 Inside of one, compiled code finds plain parameters, and code that is not compiled finds whole ones. Outside, parameters
-are absent (`zc.weights.absent`), except inside `zc.whole_parameters`.
+are absent (`zc.weights.param`), except inside `zc.whole_parameters`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from zc import torch_private
 from zc.engine.part import Part, weakly
-from zc.weights.absent import Absent
+from zc.weights.param import ManagedParams
 
 if TYPE_CHECKING:
     from zc.engine.core import Core
@@ -30,9 +30,9 @@ MANY_EVALUATED = 32
 class ModelPasses(Part):
     """The passes of one model on one rank, a pass being a forward with its backward."""
 
-    def __init__(self, core: Core, absent: Absent, whole: WholeParams, uses: WeightUses) -> None:
+    def __init__(self, core: Core, managed: ManagedParams, whole: WholeParams, uses: WeightUses) -> None:
         super().__init__(core)
-        self.absent, self._whole, self._uses = absent, whole, uses
+        self.managed, self._whole, self._uses = managed, whole, uses
         self._num_evaluated = 0  # forwards without gradients, in a row
         self._num_passes = 0  # with gradients, since the last update
         self._task = -1  # autograd's number of the backward that runs
@@ -59,7 +59,7 @@ class ModelPasses(Part):
         self._num_evaluated = 0 if torch.is_grad_enabled() else self._num_evaluated + 1
         if self._num_evaluated == MANY_EVALUATED:
             core.say_once(
-                f"{self.absent.why}: {MANY_EVALUATED} forwards without gradients in a row, such as those of generate()"
+                f"{self.managed.why}: {MANY_EVALUATED} forwards without gradients in a row, such as those of generate()"
                 ", have gathered all weights each. Inside `with zc.whole_parameters(model):` they are gathered once"
             )
         self._num_passes += torch.is_grad_enabled()
@@ -83,7 +83,7 @@ class ModelPasses(Part):
                 if self.may_break:
                     self._is_trial = True
                     self._whole.make(core.sharded_buckets)
-                self.absent.release()
+                self.managed.release()
         before, has_grad = set(self._whole.buckets), torch.is_grad_enabled()
         self._depth += 1
         try:
@@ -142,7 +142,7 @@ class ModelPasses(Part):
         """Code that is compiled may run again (activation checkpointing), and finds plain parameters."""
         if not self.is_exposed and self._depth == 0 and self._task != torch_private.current_graph_task():
             self._task = torch_private.current_graph_task()
-            self.absent.release()
+            self.managed.release()
             callback = partial(self.end_backward, self._task)
             torch_private.queue_callback(callback)
             # after a backward that raised, autograd drops the callback without a call
@@ -159,12 +159,12 @@ class ModelPasses(Part):
     def make_absent(self) -> None:
         """No pass runs: parameters are absent."""
         core = self.core
-        self.absent.add(param for bucket in core.plan.sharded for _, param in core.params_in(bucket))
+        self.managed.add(param for bucket in core.plan.sharded for _, param in core.params_in(bucket))
 
     @contextmanager
     def named_plainly(self) -> Iterator[None]:
         """Inside, parameters are of their own class, for code that asks them for no element."""
-        self.absent.release()
+        self.managed.release()
         try:
             yield
         finally:

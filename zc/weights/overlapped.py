@@ -10,7 +10,7 @@ megatron-lm#950 shows what a missing wait does.) A model with blocks does so fro
        comm | gather(0, "gathered[0]")
        comm | record_event("done/gathered[0]")
 
-The forward of any other model is a schedule itself (`zc.compiler.forward`)::
+The forward of any other model is a schedule itself (`CompiledForward`)::
 
     compute | wait_event("done/gathered[1]")
     compute | segment("segment_0", %primals_1, %primals_9)
@@ -23,6 +23,7 @@ weights may be read. Before it, any read waits for the buckets of the parameters
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
@@ -36,7 +37,7 @@ from zc.engine.program import Program
 from zc.errors import ZcError
 from zc.schedule.buffer import Buffer, carried_event
 from zc.weights.forward_waits import ForwardWaits
-from zc.weights.pending import Pending, can_be_watched
+from zc.weights.param import ManagedParams
 from zc.weights.weights import Weights, publish_graph
 
 if TYPE_CHECKING:
@@ -49,7 +50,8 @@ class OverlappedWeights(Weights):
     def __init__(self, core: Core) -> None:
         super().__init__(core)
         self._in_flight: set[int] = set()  # buckets for whose gathers the main stream has not waited
-        self._pending = Pending(self._read)
+        self.managed = ManagedParams(self, "overlap_gather", come=True)
+        weakref.finalize(self, self.managed.release).atexit = False  # later there is nobody to wait for
         self.waits = ForwardWaits(core, self)
         self._num_sharing: dict[str, int] = {}  # by parameter: tensors that share its storage, when its bucket was made
         self._unseen: str | None = None  # why zc could miss a read of the new weights; None: it can't
@@ -127,7 +129,7 @@ class OverlappedWeights(Weights):
         core = self.core
         if self._unseen is None:
             for bucket in self._in_flight:
-                self._pending.add(bucket, (param for _, param in core.params_in(core.plan.buckets[bucket])))
+                self.managed.add(param for _, param in core.params_in(core.plan.buckets[bucket]))
         else:
             core.say_once(f"overlap_gather: {self._unseen}: step() waits for the weights wherever that is so")
             self.synchronize()
@@ -135,7 +137,7 @@ class OverlappedWeights(Weights):
     def _why_unseen(self) -> str | None:
         """What may read new weights without zc noticing; None: nothing."""
         params = self.core.params
-        others = sorted({type(p).__name__ for p in params.values() if not can_be_watched(p)})
+        others = sorted({type(p).__name__ for p in params.values() if type(p) is not nn.Parameter})
         if others:
             return f"parameters of class {', '.join(others)} can't be watched"
         for name, num_sharing in self._num_sharing.items():
@@ -148,16 +150,17 @@ class OverlappedWeights(Weights):
 
     def release(self) -> None:
         """Parameters are read by compiled graphs alone from now on, which wait for what they read."""
-        self._pending.release()
+        self.managed.release()
 
     def arrive(self, first: int) -> None:
         """Makes the main stream wait for the gathers of bucket ``first`` and all later ones, which come before it. On
         CUDA the host does not wait."""
         for bucket in sorted((bucket for bucket in self._in_flight if bucket >= first), reverse=True):
-            self._publish(bucket)([], self.core.streams)
+            core = self.core
+            self._publish(bucket)([], core.streams)
             self._refuse_failed([bucket])
             self._in_flight.discard(bucket)
-        self._pending.release(first)
+            self.managed.release(param for _, param in core.params_in(core.plan.buckets[bucket]))
 
     def synchronize(self) -> None:
         """Makes the main stream wait for all gathers."""
@@ -177,9 +180,9 @@ class OverlappedWeights(Weights):
                     "weights: start again from the last checkpoint"
                 )
 
-    def _read(self, params: Sequence[nn.Parameter]) -> None:
-        """Somebody reads these parameters; without any, nobody knows which."""
-        self.arrive(self.waits.order.first_of(params) if params else 0)
+    def wait_for(self, params: Sequence[nn.Parameter]) -> None:
+        if self._in_flight:  # another model's read may ask, also while this one is taken apart
+            self.arrive(self.waits.order.first_of(params) if params else 0)
 
     def _publish(self, bucket: int) -> Program:
         """The schedule that waits for one bucket. They are all alike, and explain shows the first one."""

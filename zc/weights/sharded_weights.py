@@ -23,8 +23,8 @@ from zc.engine.owners import spread_run
 from zc.engine.part import weakly
 from zc.engine.program import Program
 from zc.errors import ZcError
-from zc.weights.absent import Absent, give_bytes
 from zc.weights.model_passes import ModelPasses, forward_of
+from zc.weights.param import ManagedParams, give_bytes
 from zc.weights.state_dicts import StateDicts
 from zc.weights.weight_uses import WeightUses
 from zc.weights.weights import Weights
@@ -47,13 +47,13 @@ class ShardedWeights(Weights):
         core.accumulators.on_take = self.take
         self._hooked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._states = StateDicts(self)
-        self.absent = Absent(self._read_by_eager_code, self._states.write, core.plan.why_sharded)
+        self.managed = ManagedParams(self, core.plan.why_sharded)
         self._uses = WeightUses(core)
-        self.whole = WholeParams(core)
+        self.whole = WholeParams(core, self._programs)
         # bucket and slot of parameters that were frozen -> those of now. Dynamo does not compile a graph without
         # gradients again when a parameter begins to ask for one
         self._moved: dict[tuple[int, int], tuple[int, int]] = {}
-        self.passes = ModelPasses(core, self.absent, self.whole, self._uses)
+        self.passes = ModelPasses(core, self.managed, self.whole, self._uses)
 
     # --- what compiled graphs read ---
 
@@ -84,23 +84,23 @@ class ShardedWeights(Weights):
     @contextmanager
     def plain(self, places: Places) -> Iterator[None]:
         """Inside, these parameters are of their own class: a compiled block is guarded by it."""
-        lent = [param for _, _, param in places if self.absent.lend(param)]
+        lent = [param for _, _, param in places if self.managed.lend(param)]
         try:
             yield
         finally:
             for param in lent:
-                self.absent.take_back(param)
+                self.managed.take_back(param)
 
     @contextmanager
     def with_bytes(self, params: Iterable[nn.Parameter]) -> Iterator[None]:
         """These parameters have memory of their own inside, on this rank, and nothing defined is in it."""
-        lent = [(param, give_bytes(param)) for param in params if self.absent.lend(param)]
+        lent = [(param, give_bytes(param)) for param in params if self.managed.lend(param)]
         try:
             yield
         finally:
             for param, empty in lent:
                 param.data = empty
-                self.absent.take_back(param)
+                self.managed.take_back(param)
 
     @contextmanager
     def leaving(self, moved: Iterable[str], left: Iterable[str]) -> Iterator[None]:
@@ -114,7 +114,7 @@ class ShardedWeights(Weights):
         self.adopt_writes()
         self.whole.make(buckets, is_exact=True)
         for name in lost:
-            self.absent.lend(core.placed[name])
+            self.managed.lend(core.placed[name])
         yield
         where = core.plan.slot_of()
         self._moved.update({place: where[name] for name, place in before.items()})
@@ -123,9 +123,8 @@ class ShardedWeights(Weights):
 
     # --- what eager code reads ---
 
-    def _read_by_eager_code(self, param: nn.Parameter, is_raw: bool) -> bool:
-        """Somebody reads a parameter outside of compiled code. True: it is whole now; False: it can't be. ``is_raw``:
-        what is asked for could be written without autograd's knowing."""
+    def read_param(self, param: nn.Parameter, is_raw: bool) -> bool:
+        """True: it is whole now; False: it can't be."""
         if self.passes.is_exposed:
             return True
         if self.passes.is_passing:
@@ -135,6 +134,9 @@ class ShardedWeights(Weights):
         if is_raw:
             self.whole.lend(param)
         return True
+
+    def load_value(self, param: nn.Parameter, value: Tensor) -> bool:
+        return self._states.write(param, value)
 
     def _before_module(self, module: nn.Module) -> None:
         """A module runs eagerly."""
@@ -178,7 +180,7 @@ class ShardedWeights(Weights):
         """Raises ZcError if parameters of ``module`` have no bytes."""
         if not self.passes.is_exposed and self.whole.any_sharded(module.parameters()):
             raise ZcError(
-                f"{what} with {self.absent.why}: a rank has flat shards, and no whole parameter. On all ranks, use "
+                f"{what} with {self.managed.why}: a rank has flat shards, and no whole parameter. On all ranks, use "
                 "zc.full_state_dict(model) for whole tensors on rank 0, model.state_dict() for DTensors, "
                 "zc.state_dict(model, optimizer) for torch.distributed.checkpoint, zc.load_state_dict and "
                 "zc.load_pretrained to load; or `with zc.whole_parameters(model):`, inside which it works as for a "
@@ -222,7 +224,7 @@ class ShardedWeights(Weights):
         for number, (index,) in enumerate(planned.uses):
             if not any(core.group.max_on_host([is_wanted and not is_left], "the next unit of whole weights")):
                 break
-            uses.run(planned, number)
+            planned.program.run_piece(number, core.streams)
             bucket, (extent,) = core.plan.bucket(index), planned.residency.pieces[number].reads
             flat = core.buffers.gathered("arena[0]", bucket, extent.start)
             slots = [slot for slot, _ in core.params_in(bucket)]
@@ -237,7 +239,7 @@ class ShardedWeights(Weights):
                 core.streams.join_main()
                 raise ZcError(f"a forward, an update, a save or a load came between two whole weights: {_BETWEEN}")
         else:
-            uses.run(planned, -1)
+            planned.program.run_piece(-1, core.streams)
         core.streams.join_main()
         core.buffers.drop_arena()
         if is_left:
@@ -263,7 +265,7 @@ class ShardedWeights(Weights):
         encoded, pending = before & rounded, self.whole.saved(rounded)  # a backward reads what its forward has read
         self.adopt_writes()
         self.whole.make(core.sharded_buckets, is_exact=True)
-        self.absent.release()
+        self.managed.release()
         self.passes.is_exposed = True
         try:
             yield
@@ -311,7 +313,7 @@ class ShardedWeights(Weights):
         eager = [param for index in frozen for _, param in core.params_in(core.plan.bucket(index))]
         torch.autograd.graph.increment_version(eager)
         # a backward through a forward of before fails by these versions, as in PyTorch
-        self.absent.end_views()
+        self.managed.end_views()
         self.whole.say_kept_views(buckets)
         self.whole.free([*buckets, *frozen])
 
@@ -363,7 +365,7 @@ class ShardedWeights(Weights):
         core = self.core
         if core.plan.world_size == 1:
             self.whole.make(core.buffers.filled, is_exact=True)
-        self.absent.release()
+        self.managed.release()
         for bucket in core.plan.sharded:
             for slot, param in core.params_in(bucket):
                 if param.untyped_storage().nbytes() < slot.numel * param.element_size():
@@ -378,16 +380,11 @@ class ShardedWeights(Weights):
         self.whole.grow()
 
     @property
-    def programs(self) -> list[Program]:
-        """The schedules of whole buckets that have run so far, for explain."""
-        return [*self.whole.programs, *self._programs.values()]
-
-    @property
     def planned(self) -> list[PlannedPass]:
         """Those so far, for explain."""
         return self._uses.planned
 
     @property
-    def clocked(self) -> list[PlannedPass]:
+    def clocked(self) -> list[Program]:
         """What a clocked step may have run of these, and of single uses."""
         return self._uses.clocked

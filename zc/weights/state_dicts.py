@@ -1,7 +1,7 @@
 """``state_dict`` and ``load_state_dict`` of sharded weights. Hooks of the modules say where a call begins and ends.
 
 ``load_state_dict``: of each whole tensor in a state, every rank copies its own elements into its shards. All ranks call
-it with the same values, between two updates, as in plain PyTorch. `zc.weights.absent` brings here each value that is
+it with the same values, between two updates, as in plain PyTorch. `zc.weights.param` brings here each value that is
 copied into a parameter::
 
                      begin    the first value             each value                           end
@@ -29,7 +29,7 @@ from zc.errors import ZcError
 from zc.kernels import copy_writes
 from zc.planning.layout import Slot
 from zc.planning.plan import Bucket
-from zc.weights.absent import AbsentView
+from zc.weights.param import AbsentView
 
 if TYPE_CHECKING:
     from zc.engine.core import Core
@@ -79,14 +79,14 @@ def _rows(weights: ShardedWeights, params: Collection[nn.Parameter]) -> Iterator
     core.group.same_everywhere(
         "what state_dict() is called for",
         sorted(names),
-        f"With {weights.absent.why} all ranks call it together, and each gets its rows; zc.full_state_dict(model) "
+        f"With {weights.managed.why} all ranks call it together, and each gets its rows; zc.full_state_dict(model) "
         "gives rank 0 whole tensors, also on all ranks",
     )
     weights.adopt_writes()
     mesh, where = core.group.shard.mesh(), core.plan.slot_of()
     if mesh is not None:
         core.say_once(
-            f"{weights.absent.why}: state_dict() gives each rank its rows of the parameters as DTensors, which "
+            f"{weights.managed.why}: state_dict() gives each rank its rows of the parameters as DTensors, which "
             "torch.distributed.checkpoint saves together. torch.save would write this rank's rows alone: give it "
             "zc.full_state_dict(model), called on all ranks"
         )
@@ -154,7 +154,7 @@ class StateDicts:
             self._end_load()  # of the modules around this one
             raise ZcError(
                 f"load_state_dict(assign=True) would put another tensor in the place of {prefix}{own[0]}, and with "
-                f"{weights.absent.why} its bytes lie in shards: leave assign out, so that values are copied"
+                f"{weights.managed.why} its bytes lie in shards: leave assign out, so that values are copied"
             )
         if not prefix:
             # torch makes this dict for one call, so it dies with a call that raises before `end_load`

@@ -16,49 +16,29 @@ A pass with another order goes on right and slower: from there on each use gathe
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from torch import fx
-from torch.profiler import record_function
 
 from zc.engine.part import Part
-from zc.passes.weights_schedule import build_weights_schedule
+from zc.engine.program import Program
+from zc.passes.weights_schedule import PREFIX, weights_graph
 from zc.planning.layout import ALIGN_NBYTES, align_up
 from zc.planning.plan import Plan
 from zc.planning.residency import Extent, Residency, Uses, plan_residency
-from zc.schedule.codegen import Run, RunNamed, load_pieces
 
 if TYPE_CHECKING:
-    from zc.engine.binding import Operations
     from zc.engine.core import Core
-    from zc.engine.streams import Streams
 
 MAX_ORDERS = 16  # of passes, planned ahead; further ones gather as they come
 
 
-@dataclass
-class PlannedPass:
-    """A piece of its schedule before each use, and one after the last. ``name``: in traces, and of the clock."""
+class PlannedPass(NamedTuple):
+    """A piece of ``program`` runs before each use, and one after the last."""
 
-    name: str
     uses: Uses
-    plan: Plan
     residency: Residency
-    graph: fx.Graph
-    pieces: Sequence[Run]
-    _named: Sequence[RunNamed] | None = None  # made when it first runs under a profiler, or clocked
-
-    def run(self, number: int, streams: Streams, operations: Operations) -> None:
-        """Runs one piece."""
-        if not streams.clock.needs_names:
-            self.pieces[number]({}, streams, operations)
-            return
-        if self._named is None:
-            self._named = load_pieces(self.graph, self.plan)
-        with record_function(f"zc {self.name}"):
-            self._named[number]({}, streams, operations, streams.clock.named(self.name))
+    program: Program
 
 
 class WeightUses(Part):
@@ -66,7 +46,6 @@ class WeightUses(Part):
 
     def __init__(self, core: Core) -> None:
         super().__init__(core)
-        self._operations = core.operations()
         self._singles: dict[Uses, PlannedPass] = {}  # of one use each
         self._passes: dict[Uses, PlannedPass] = {}
         self._order: list[tuple[int, ...]] = []  # uses of the pass so far
@@ -83,9 +62,9 @@ class WeightUses(Part):
         return list(self._passes.values())
 
     @property
-    def clocked(self) -> list[PlannedPass]:
+    def clocked(self) -> list[Program]:
         """What a clocked step may have run: these, and single uses."""
-        return [*self._passes.values(), *self._singles.values()]
+        return [planned.program for planned in (*self._passes.values(), *self._singles.values())]
 
     def begin(self, number: int) -> None:
         """The ``number``-th pass of an update begins; -1: one without gradients."""
@@ -105,7 +84,7 @@ class WeightUses(Part):
                 )
             self._close()
             planned = self._start((buckets,), self._singles)
-        planned.run(self._position, core.streams, self._operations)
+        planned.program.run_piece(self._position, core.streams)
         reads = planned.residency.pieces[self._position].reads
         self._order.append(buckets)
         self._position += 1
@@ -138,15 +117,11 @@ class WeightUses(Part):
             self._walk = self._plan("weights_each", uses, plan.exact_gathers(), min(plan.weight_cap, 2 * largest))
         return self._walk
 
-    def run(self, planned: PlannedPass, number: int) -> None:
-        """Runs one piece of `each_once`."""
-        planned.run(number, self.core.streams, self._operations)
-
     def _plan(self, name: str, uses: Uses, plan: Plan, cap: int) -> PlannedPass:
         nbytes = {bucket.index: bucket.nbytes for bucket in plan.sharded}
         residency = plan_residency(uses, nbytes, cap)
-        graph = build_weights_schedule(plan, residency, verify=self.core.config.verify)
-        return PlannedPass(name, uses, plan, residency, graph, load_pieces(graph))
+        program = self.core.build(weights_graph(plan, residency), plan, name=name, prefix=PREFIX)
+        return PlannedPass(uses, residency, program)
 
     def _start(self, uses: Uses, known: dict[Uses, PlannedPass]) -> PlannedPass:
         core = self.core
@@ -161,7 +136,7 @@ class WeightUses(Part):
 
     def _free_all(self, planned: PlannedPass) -> None:
         """Runs the last piece."""
-        planned.run(-1, self.core.streams, self._operations)
+        planned.program.run_piece(-1, self.core.streams)
         self._planned = None
 
     def _close(self) -> None:

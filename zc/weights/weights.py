@@ -66,6 +66,9 @@ def publish_graph(plan: Plan, buckets: Iterable[int]) -> fx.Graph:
     return graph
 
 
+Programs = dict[tuple[str, int | None], Program]
+
+
 class Weights(Part):
     """The weights of one model on one rank."""
 
@@ -75,7 +78,7 @@ class Weights(Part):
         super().__init__(core)
         # by kind, of all buckets ("gather", "gather exactly") or of one. None is made for a set of buckets: with layer
         # drop, or a head for each task, nearly every update would have another one
-        self._programs: dict[tuple[str, int | None], Program] = {}
+        self._programs: Programs = {}
         self.hooks: list[RemovableHandle] = []  # on modules
 
     @property
@@ -89,8 +92,8 @@ class Weights(Part):
         return []
 
     @property
-    def clocked(self) -> list[PlannedPass]:
-        """What a clocked step may have run of these, and of single uses."""
+    def clocked(self) -> list[Program]:
+        """The schedules of these, and of single uses: a clocked step may have run them."""
         return []
 
     # --- where the model runs ---
@@ -167,6 +170,22 @@ class Weights(Part):
         self.synchronize()
         for name, param in self.core.placed.items() if is_wanted else ():
             yield {name: param.detach()}
+
+    # --- what code does with parameters that it can't read without asking (`zc.weights.param`) ---
+
+    def wait_for(self, params: Sequence[nn.Parameter]) -> None:
+        """Makes the main stream wait for the gathers of these parameters, if these are on their way; without any, for
+        all gathers. They get their own class back."""
+
+    def read_param(self, param: nn.Parameter, is_raw: bool) -> bool:
+        """Somebody reads a parameter outside of compiled code. True: it may be read now; False: it has no bytes.
+        ``is_raw``: what is asked for could be written without autograd's knowing."""
+        self.wait_for([param])
+        return True
+
+    def load_value(self, param: nn.Parameter, value: Tensor) -> bool:
+        """Somebody copies a value into a parameter. True: it went to the shards, as part of a load_state_dict."""
+        return False
 
     # --- updates and loads ---
 

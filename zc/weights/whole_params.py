@@ -26,18 +26,20 @@ from zc.planning.plan import Bucket
 from zc.schedule.buffer import Buffer
 from zc.schedule.nodes import put
 from zc.schedule.spec import Publish, gather_node
-from zc.weights.absent import give_bytes
+from zc.weights.param import give_bytes
 from zc.weights.state_dicts import write_value
 
 if TYPE_CHECKING:
     from zc.engine.core import Core
+    from zc.weights.weights import Programs
 
 
 class WholeParams(Part):
     """The buckets of one model that are whole on this rank."""
 
-    def __init__(self, core: Core) -> None:
+    def __init__(self, core: Core, programs: Programs) -> None:
         super().__init__(core)
+        self._programs = programs  # of the model's weights, which clear them
         self.buckets: set[int] = set()
         self._asked: set[int] = set()  # those that code which is not compiled has read since the last update
         self._bucket_of: dict[int, int] = {}  # by the parameter's id
@@ -45,14 +47,8 @@ class WholeParams(Part):
         self._encoded: dict[int, Tensor] = {}  # [P]: as it came, of a bucket that differs from its shards
         self._versions: dict[str, int] = {}  # of the parameters, as they became whole
         self._lent: set[int] = set()  # buckets whose memory the program may have written without autograd's counting
-        self._programs: dict[tuple[int, bool], Program] = {}
         self._reasons: dict[str, set[int]] = {}  # why buckets became whole in this pass
         self._said: set[str] = set()  # those of earlier passes
-
-    @property
-    def programs(self) -> list[Program]:
-        """The schedules that have run so far, for explain."""
-        return list(self._programs.values())
 
     def names_by_storage(self) -> dict[int, str]:
         """The whole parameters by the number of the storage that each has until it is freed."""
@@ -285,21 +281,19 @@ class WholeParams(Part):
 
     def grow(self) -> None:
         """The plan is about to get more buckets."""
-        self._programs.clear()
         self._bucket_of.clear()
 
     def _program(self, index: int, *, is_exact: bool) -> Program:
         core = self.core
         plan = core.plan.exact_gathers() if is_exact else core.plan
-        key = index, plan.encodes_gathers(plan.bucket(index))
-        if key not in self._programs:
+        kind = "whole_encoded" if plan.encodes_gathers(plan.bucket(index)) else "whole"
+        if (kind, index) not in self._programs:
             graph, whole = fx.Graph(), Buffer("flat_param", index)
             put(graph, gather_node(plan, index, whole))
             put(graph, Publish(index, whole))
             graph.output(())
-            name = f"whole_{index}_encoded" if key[1] else f"whole_{index}"
-            self._programs[key] = core.build(graph, plan, name=name)
-        return self._programs[key]
+            self._programs[kind, index] = core.build(graph, plan, name=f"{kind}_{index}")
+        return self._programs[kind, index]
 
     def _buckets_of(self, params: Iterable[nn.Parameter]) -> set[int]:
         core = self.core

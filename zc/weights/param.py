@@ -1,9 +1,20 @@
-"""Refuses reads of parameters that have no bytes, with an error that names the way out.
+"""The class of parameters that can't be read without asking, and the functions that may be called on them.
 
-Outside of the model's forward and backward, each parameter has a class whose ``__torch_function__`` refuses functions
-that read an element. Those that read none (`zc.weights.asked`) work, and views that they make refuse reads in the same
-way. In a forward or backward that is not compiled, a read first gathers the bytes. torch's lazy parameters and
-`zc.weights.pending` change the class of a tensor in the same way.
+The weights of a bucket are, on one rank, in one of three states::
+
+    sharded   other ranks have the rest: the parameters have no bytes       stage 3, shard_frozen
+    coming    their gather writes them: the bytes are old or new ones       overlap_gather, from step() to the wait
+    whole     they may be read
+
+Where they are sharded or coming, each parameter has a class whose ``__torch_function__`` first asks the model's weights
+(`Weights.read_param`). Those that come are waited for, and get their own class back. Those in shards become whole in a
+forward or backward that is not compiled; elsewhere functions that read an element are refused, with an error that names
+the way out. Those that read none (`zc.weights.asked`) work, and views that they make refuse reads in the same way.
+torch's lazy parameters change the class of a tensor in the same way.
+
+A ``p.data``, view or array from before an update reaches the memory without the parameter. While one exists,
+`zc.weights.overlapped` makes the step wait. zc can't see an address, a DLPack capsule or a storage object, nor a
+C++ extension that bypasses torch's dispatch: call `zc.synchronize` before you use these.
 """
 
 from __future__ import annotations
@@ -11,7 +22,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -22,13 +33,31 @@ from zc import torch_private
 from zc.errors import ZcError, not_compiled, stepping_optimizer
 from zc.planning.layout import own_strides
 from zc.weights.asked import viewed_by
-from zc.weights.pending import NO_VALUE
 
-_T = TypeVar("_T")
-_OWNERS: Any = WeakIdKeyDictionary()  # parameter -> its Absent
+if TYPE_CHECKING:
+    from zc.weights.weights import Weights
+
+_OWNERS: Any = WeakIdKeyDictionary()  # parameter -> its ManagedParams
+_COMING: weakref.WeakSet[ManagedParams] = weakref.WeakSet()  # of the models whose weights come, in this process
 
 # no need to ask what these do: they read no element
-_ALLOWED = NO_VALUE | torch_private.hook_functions() | {Tensor.__hash__}
+_NO_VALUE = frozenset(
+    {
+        *(getattr(Tensor, name).__get__ for name in (
+            "grad", "requires_grad", "is_leaf", "grad_fn", "shape", "dtype", "device", "layout", "ndim", "nbytes",
+            "is_cuda", "is_meta", "itemsize", "_version",
+        )),
+        *(getattr(Tensor, name).__set__ for name in ("grad", "requires_grad")),
+        *(getattr(Tensor, name) for name in (
+            "size", "numel", "nelement", "dim", "stride", "storage_offset", "element_size", "is_contiguous",
+            "is_floating_point", "is_complex", "get_device", "requires_grad_", "__len__",
+        )),
+        torch.is_tensor, torch.is_floating_point, torch.is_complex, torch.numel,
+        *(getattr(torch, f"{name}_like") for name in ("zeros", "ones", "empty", "full", "rand", "randn", "randint")),
+        *(getattr(Tensor, f"new_{name}") for name in ("zeros", "ones", "empty", "empty_strided", "full", "tensor")),
+    }
+)  # fmt: skip
+_ALLOWED = _NO_VALUE | torch_private.hook_functions() | {Tensor.__hash__}
 _AS_ANOTHER = frozenset((Tensor.to, Tensor.type_as))  # of another tensor they read dtype and device
 _DATA: Any = Tensor.data
 _ADDRESSES = frozenset(getattr(Tensor, name) for name in dir(Tensor) if name.endswith("data_ptr"))
@@ -57,24 +86,22 @@ def _why(param: Tensor) -> str:
     return owner.why if owner is not None else "sharded weights"
 
 
-class AbsentParameter(nn.Parameter):
-    """A parameter that has its shape but no bytes."""
+class ManagedParameter(nn.Parameter):
+    """The class of a parameter while it can't be read without asking."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> nn.Parameter:  # type: ignore[misc]
         """``type(param)(...)`` is meant to make an ordinary parameter."""
         return nn.Parameter(*args, **kwargs)
 
     @classmethod
+    @torch_private.not_compiled_alone
     def __torch_function__(
         cls, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Any = None
     ) -> Any:
-        if func is Tensor.copy_ and _is_loaded(*args):
-            return args[0]
-        if func is torch.autograd.grad:
-            return _grad(*args, **(kwargs or {}))
-        if func in _BACKWARD:
-            return _backward(func, _absent_in(args, kwargs, AbsentParameter), args, kwargs or {})
-        return _call(func, args, kwargs or {})
+        if func in _NO_VALUE and func not in _ASK_FOR_GRADS:
+            with torch_private.without_torch_function():
+                return func(*args, **(kwargs or {}))
+        return _ask(func, args, kwargs or {})
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Never raises: debuggers print parameters, too."""
@@ -97,9 +124,9 @@ class AbsentParameter(nn.Parameter):
 
 
 class AbsentView(Tensor):
-    """A view of an AbsentParameter, ``param``. Code reads its shape, and hooks and code like DDP its ``grad_fn``, which
-    leads to the parameter's own node, but no element. ``is_old``: it was made of a whole parameter, and has the values
-    of before an update, where a view in plain PyTorch would have the new ones."""
+    """A view of a parameter without bytes, ``param``. Code reads its shape, and hooks and code like DDP its
+    ``grad_fn``, which leads to the parameter's own node, but no element. ``is_old``: it was made of a whole parameter,
+    and has the values of before an update, where a view in plain PyTorch would have the new ones."""
 
     param: nn.Parameter
     is_old = False
@@ -114,12 +141,28 @@ class AbsentView(Tensor):
         return f"view of shape {tuple(self.shape)} of a parameter without bytes (zc, {_why(self.param)})"
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _ask(func: Any, args: Any, kwargs: Any) -> Any:
+    """Calls a function of parameters that can't be read without asking."""
+    if _COMING and _arrive(_params_in(args, kwargs)):
+        return func(*args, **kwargs)  # they have their own class again
+    if func is Tensor.copy_ and _is_loaded(*args):
+        return args[0]
+    if func is torch.autograd.grad:
+        return _grad(*args, **kwargs)
+    if func in _BACKWARD:
+        return _backward(func, _params_in(args, kwargs), args, kwargs)
+    return _call(func, args, kwargs)
+
+
 def _call(func: Any, args: Any, kwargs: Any) -> Any:
     """Calls a function of parameters, or of views of them, that may have no bytes."""
     if func in _ALLOWED and func not in _ASK_FOR_GRADS:
         return _plainly(func, args, kwargs)
-    params, views = _absent_in(args, kwargs, AbsentParameter), _absent_in(args, kwargs, AbsentView)
-    is_of_another = func in _AS_ANOTHER and not isinstance(args[0], (AbsentParameter, AbsentView))
+    leaves = torch_private.tensors_in((args, kwargs))
+    params = [leaf for leaf in leaves if isinstance(leaf, ManagedParameter)]
+    views = [leaf for leaf in leaves if isinstance(leaf, AbsentView)]
+    is_of_another = func in _AS_ANOTHER and not isinstance(args[0], (ManagedParameter, AbsentView))
     if views and func in _ASK_FOR_GRADS:  # nn.Parameter(view) does
         _refuse_view(func, views[0])
     if func in _ALLOWED or is_of_another:
@@ -128,7 +171,7 @@ def _call(func: Any, args: Any, kwargs: Any) -> Any:
         return _lend_views(_plainly(func, args, kwargs), params)
     viewed = None if func in _OTHERWISE_ON_META or _writes_by_name(func) else viewed_by(func, args, kwargs)
     if viewed is not None:
-        absent = [tensor if isinstance(tensor, (AbsentParameter, AbsentView)) else None for tensor in viewed]
+        absent = [tensor if isinstance(tensor, (ManagedParameter, AbsentView)) else None for tensor in viewed]
         if not any(each is not None for each in absent):
             return _plainly(func, args, kwargs)
         if views or not _can_read(func, params):
@@ -140,7 +183,7 @@ def _call(func: Any, args: Any, kwargs: Any) -> Any:
     return _lend_views(_plainly(func, args, kwargs), params)
 
 
-def _lend_views(output: Any, params: list[AbsentParameter]) -> Any:
+def _lend_views(output: Any, params: list[ManagedParameter]) -> Any:
     """Returns ``output``. Where it is a view of a whole parameter, its ``data`` or its array may be written without a
     count, and it must not be read after an update."""
     storages: dict[int, Tensor] = {}
@@ -158,8 +201,8 @@ def _lend_views(output: Any, params: list[AbsentParameter]) -> Any:
     return output
 
 
-def _absent_in(args: Any, kwargs: Any, kind: type[_T]) -> list[_T]:
-    return [leaf for leaf in torch_private.tensors_in((args, kwargs)) if isinstance(leaf, kind)]
+def _params_in(args: Any, kwargs: Any) -> list[ManagedParameter]:
+    return [leaf for leaf in torch_private.tensors_in((args, kwargs)) if isinstance(leaf, ManagedParameter)]
 
 
 def _plainly(func: Any, args: Any, kwargs: Any) -> Any:
@@ -167,7 +210,7 @@ def _plainly(func: Any, args: Any, kwargs: Any) -> Any:
         return func(*args, **kwargs)
 
 
-def _views(output: Any, absent: list[AbsentParameter | AbsentView | None]) -> Any:
+def _views(output: Any, absent: list[ManagedParameter | AbsentView | None]) -> Any:
     """``output``, whose leaves are views of what ``absent`` has in their places."""
     for leaf, of in zip(torch_private.tensors_in(output), absent, strict=True):
         if of is not None and type(leaf) is Tensor:  # not the parameter itself
@@ -184,7 +227,7 @@ def _with_storages(func: Any, args: Any, kwargs: Any) -> Any:
             return func(*args, **kwargs)
         except RuntimeError:
             for leaf in torch_private.tensors_in((args, kwargs)):
-                if isinstance(leaf, (AbsentParameter, AbsentView)) and not _have_bytes([leaf]):
+                if isinstance(leaf, (ManagedParameter, AbsentView)) and not _have_bytes([leaf]):
                     storage, param = leaf.untyped_storage(), leaf.param if isinstance(leaf, AbsentView) else leaf
                     storage.resize_(_extent(param) * param.element_size())
                     stack.callback(storage.resize_, 0)
@@ -212,22 +255,22 @@ def _refuse_view(func: Any, view: AbsentView) -> None:
     raise ZcError(f"{getattr(func, '__name__', func)} reads a view of a parameter {_way_out(view.param)}")
 
 
-def _backward(func: Any, params: list[AbsentParameter], args: Any, kwargs: Any) -> Any:
+def _backward(func: Any, params: list[ManagedParameter], args: Any, kwargs: Any) -> Any:
     """Runs ``backward(inputs=params)``, which reads no element of them, so they are plain parameters meanwhile. Eager
     code of that backward has read its parameters in the forward, so they are whole."""
-    lent = [param for param in params if Absent.lend(param)]
+    lent = [param for param in params if ManagedParams.lend(param)]
     try:
         return func(*args, **kwargs)
     finally:
         for param in lent:
-            Absent.take_back(param)
+            ManagedParams.take_back(param)
             _can_read(_DATA.__get__, [param])  # a hook may have written what is whole
 
 
 def _grad(outputs: Any, inputs: Any, *, materialize_grads: bool, **others: Any) -> tuple[Tensor | None, ...]:
     """Runs torch.autograd.grad, which reads no element of its inputs, with their edges of the graph instead. Inside
     `without_torch_function`, eager code of the backward would read parameters that have no bytes."""
-    _need(torch.autograd.grad, [each for each in outputs if isinstance(each, AbsentParameter)])
+    _need(torch.autograd.grad, [each for each in outputs if isinstance(each, ManagedParameter)])
     with torch_private.without_torch_function():
         edges = [get_gradient_edge(each) if isinstance(each, Tensor) else each for each in inputs]
     grads: tuple[Tensor | None, ...] = torch.autograd.grad(outputs, edges, **others)
@@ -241,13 +284,21 @@ def _writes_by_name(what: Any) -> bool:
     return name in _WRITES or (name.endswith("_") and not name.endswith("__"))
 
 
-def _can_read(what: Any, params: list[AbsentParameter]) -> bool:
+def _arrive(params: list[ManagedParameter]) -> bool:
+    """Waits for those of ``params`` that come; if there are no ``params``, the read is of an unknown one, and waits for
+    all that come. Whether all of ``params`` have their own class now."""
+    for owner in list(_COMING):
+        owner.wait_for(params)
+    return bool(params) and not any(type(param) is ManagedParameter for param in params)
+
+
+def _can_read(what: Any, params: list[ManagedParameter]) -> bool:
     """Makes these parameters whole if their owners can, and says whether they are."""
     owners = [(_OWNERS.get(param), param) for param in params]
     return all(owner is None or owner.read(param, what in _RAW) for owner, param in owners)
 
 
-def _need(what: Any, params: list[AbsentParameter]) -> None:
+def _need(what: Any, params: list[ManagedParameter]) -> None:
     for param in params:
         if not _can_read(what, [param]):
             if (optimizer := stepping_optimizer()) is not None:
@@ -261,61 +312,65 @@ def _need(what: Any, params: list[AbsentParameter]) -> None:
 
 def _is_loaded(param: Tensor, value: Tensor, *_: Any) -> bool:
     """Whether ``param.copy_(value)`` is part of a load_state_dict; if so, this rank's elements are written."""
-    owner = _OWNERS.get(param) if isinstance(param, AbsentParameter) else None
+    owner = _OWNERS.get(param) if isinstance(param, ManagedParameter) else None
     return owner is not None and owner.load(param, value)
 
 
-class Absent:
-    """The parameters of one model. Both methods are held weakly.
+class ManagedParams:
+    """The parameters of one model that can't be read without asking, and views of them. ``weights`` is held weakly.
 
     Args:
-        get_bytes: ``(param, is_raw)``: makes a parameter whole if it can, and says whether it is. ``is_raw``: the
-            caller may write it without autograd noticing.
-        load: ``(param, value)``: if a load_state_dict runs, writes the value into shards and returns True.
-        why: the option of `zc.compile` by which they have none.
+        why: the option of `zc.compile` by which that is so.
+        come: whether their weights come by themselves, so that who reads them waits.
     """
 
-    def __init__(
-        self, get_bytes: Callable[[nn.Parameter, bool], bool], load: Callable[[nn.Parameter, Tensor], bool], why: str
-    ) -> None:
+    def __init__(self, weights: Weights, why: str, *, come: bool = False) -> None:
         self.why = why
-        self._get_bytes, self._load = weakref.WeakMethod(get_bytes), weakref.WeakMethod(load)
+        if come:
+            _COMING.add(self)
+        self._weights = weakref.ref(weights)
         # weak: `_OWNERS` keeps this object as long as any of its parameters lives
-        self._params: list[weakref.ref[nn.Parameter]] = []
+        self._params: dict[int, weakref.ref[nn.Parameter]] = {}
         self._views: list[
             tuple[weakref.ref[Tensor], weakref.ref[nn.Parameter]]
         ] = []  # made since the last update, of whole ones
 
     def add(self, params: Iterable[nn.Parameter]) -> None:
-        """From now on a read of these parameters is refused or gathers their bytes. Skips empty parameters."""
+        """From now on who reads these parameters asks first. Skips empty ones, and those of another class than
+        torch's."""
         for param in params:
             if type(param) is nn.Parameter and param.numel() > 0:
-                param.__class__ = AbsentParameter
-                self._params.append(weakref.ref(param))
-                _OWNERS[param] = self
+                known = self._params.get(id(param))
+                if known is None or known() is not param:
+                    self._params[id(param)] = weakref.ref(param)
+                    _OWNERS[param] = self
+                param.__class__ = ManagedParameter
 
-    def release(self) -> None:
-        """Makes them plain parameters again. The caller then sees to their bytes."""
-        for ref in self._params:
-            if (param := ref()) is not None:
-                param.__class__ = nn.Parameter
-        self._params.clear()
+    def release(self, params: Iterable[nn.Parameter] | None = None) -> None:
+        """Makes these, or all, plain parameters again. The caller then sees to their bytes."""
+        for param in [ref() for ref in self._params.values()] if params is None else params:
+            if param is not None:
+                self.lend(param)
 
     @staticmethod
     def lend(param: nn.Parameter) -> bool:
         """Makes it a plain parameter until `take_back`; False if it is one already."""
-        is_absent = type(param) is AbsentParameter
-        if is_absent:
+        is_managed = type(param) is ManagedParameter
+        if is_managed:
             param.__class__ = nn.Parameter
-        return is_absent
+        return is_managed
 
     @staticmethod
     def take_back(param: nn.Parameter) -> None:
-        param.__class__ = AbsentParameter
+        param.__class__ = ManagedParameter
+
+    def wait_for(self, params: list[ManagedParameter]) -> None:
+        if (weights := self._weights()) is not None:
+            weights.wait_for(params)
 
     def read(self, param: nn.Parameter, is_raw: bool) -> bool:
-        get_bytes = self._get_bytes()
-        return get_bytes is None or get_bytes(param, is_raw)
+        weights = self._weights()
+        return weights is None or weights.read_param(param, is_raw)
 
     def keep_view(self, view: Tensor, param: nn.Parameter) -> None:
         """``view`` was made of a whole parameter."""
@@ -332,8 +387,8 @@ class Absent:
         self._views.clear()
 
     def load(self, param: nn.Parameter, value: Tensor) -> bool:
-        load = self._load()
-        return load is not None and load(param, value)
+        weights = self._weights()
+        return weights is not None and weights.load_value(param, value)
 
 
 def give_bytes(param: nn.Parameter) -> Tensor:
