@@ -34,11 +34,10 @@ ARROWS = {
 CORE = ("planning", "schedule", "passes", "engine", "compiler", "ranks", "optim")
 WINGS = {
     "weights": "zc.weights zc.meta zc.planning.residency zc.planning.frozen zc.passes.window_weights "
-               "zc.passes.residency zc.passes.weights_schedule zc.passes.cut_forward zc.compiler.forward "
-               "zc.engine.weight_operations",
+               "zc.passes.residency zc.passes.weights_schedule zc.engine.weight_operations",
     "host": "zc.ranks.links zc.ranks.memory zc.ranks.neighbours zc.ranks.hosts",
     "wire": "zc.planning.wire",
-    "watch": "zc.ranks.watch zc.ranks.verdicts zc.ranks.ending",
+    "watch": "zc.ranks.watch zc.ranks.verdicts",
     "agree": "zc.engine.announcements zc.ranks.announcement",
     "owners": "zc.planning.ownership zc.engine.owners",
     "offload": "zc.offload zc.passes.offload_gradients zc.engine.host_memory",
@@ -50,7 +49,6 @@ WINGS = {
 # Imports of wings that the core still has, in functions or for types, too. The list only gets shorter.
 STILL = """
 zc.compiler.backend -> zc.compiler.blocks
-zc.compiler.backend -> zc.compiler.forward
 zc.compiler.graphs -> zc.compiler.blocks
 zc.compiler.graphs -> zc.schedule.rebase
 zc.compiler.segments -> zc.compiler.blocks
@@ -62,7 +60,6 @@ zc.engine.operations -> zc.engine.weight_operations
 zc.engine.runtime -> zc.engine.announcements
 zc.engine.runtime -> zc.engine.buffer_sync
 zc.engine.runtime -> zc.weights.weights
-zc.engine.streams -> zc.ranks.ending
 zc.optim.model -> zc.offload.disk
 zc.optim.model -> zc.offload.disk_file
 zc.optim.optimizer -> zc.engine.owners
@@ -84,9 +81,7 @@ zc.ranks.control -> zc.ranks.neighbours
 zc.ranks.control -> zc.ranks.watch
 zc.ranks.group -> zc.ranks.neighbours
 zc.ranks.journal -> zc.ranks.watch
-zc.ranks.process_groups -> zc.ranks.ending
 zc.ranks.routes -> zc.planning.wire
-zc.ranks.work -> zc.ranks.ending
 """
 
 
