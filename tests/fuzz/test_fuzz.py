@@ -153,6 +153,38 @@ def test_which_programs_may_get_pytorch_s_error_about_a_buffer() -> None:
         assert judge(which, [[outcome, Outcome(None, {}, {})]], wanted).kind == "error", "on one rank alone"
 
 
+def test_which_programs_may_get_it_about_a_weight() -> None:
+    """Compiled, a penalty, a later forward that writes the weights in compiled code; no other program."""
+    program = Program.from_json((Path(__file__).parent / "kept" / "caught_exception.json").read_text())
+    text = "one of the variables needed for gradient computation has been modified by an inplace operation: ..."
+    outcome, wanted = Outcome(("RuntimeError", text, ""), {}, {}), Wanted([], {})
+    for backend, block, penalty, of, expected in (
+        ("aot_eager", "clamped", 0.01, 0, "refused"), ("eager", "clamped", 0.01, 0, "error"),
+        ("aot_eager", "linear", 0.01, 0, "error"), ("aot_eager", "clamped", 0.0, 0, "error"),
+        ("aot_eager", "clamped", 0.01, 1, "error"), ("aot_eager", "clamped apart", 0.01, 0, "error"),
+    ):  # fmt: skip
+        forward = Op("forward", {"penalty": penalty})
+        which = dataclasses.replace(
+            program, ops=(forward, forward, Op("backward", {"of": [of]})), options={"backend": backend},
+            model={"blocks": [[block, None]], "frozen": []},
+        )  # fmt: skip
+        assert judge(which, [[outcome, outcome]], wanted).kind == expected, (backend, block, penalty, of)
+
+
+def test_which_programs_may_be_refused_for_a_weight_that_compiled_code_writes() -> None:
+    """Stage 3, compiled, a block whose compiled forward writes; no other program."""
+    program = Program.from_json((Path(__file__).parent / "kept" / "caught_exception.json").read_text())
+    text = "compiled code of the forward writes parameter b0.weight (an embedding with max_norm does), and ..."
+    outcome = Outcome(("ZcError", text, ""), {}, {})
+    for stage, backend, block, expected in (
+        (3, "aot_eager", "clamped", "refused"), (2, "aot_eager", "clamped", "error"),
+        (3, "eager", "clamped", "error"), (3, "inductor", "clamped apart", "error"),
+    ):  # fmt: skip
+        options, model = {"stage": stage, "backend": backend}, {"blocks": [[block, None]], "frozen": []}
+        which = dataclasses.replace(program, ops=(), options=options, model=model)
+        assert judge(which, [[outcome, outcome]], Wanted([], {})).kind == expected, (stage, backend, block)
+
+
 def test_which_programs_may_gather_other_weights_than_other_ranks() -> None:
     """Stage 3, by messages, with heads that differ between ranks; no other program."""
     program = Program.from_json((Path(__file__).parent / "kept" / "caught_exception.json").read_text())
