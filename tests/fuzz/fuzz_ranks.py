@@ -178,8 +178,8 @@ def _wait_for_all(number: str, world_size: int, folder: str, seconds: float) -> 
 
 
 def _forget(is_compiled: bool) -> None:
-    """Models, threads and compiled code of the last program go. Nothing is frozen, which would make a walk 0.1 s faster:
-    a thread or an error may keep a model alive a little longer, and a frozen one would keep its groups' threads."""
+    """Models, threads and compiled code of the last program go. Nothing is frozen, which would make a walk 0.1 s
+    faster: a thread or an error may keep a model alive a little longer, and a frozen one would keep threads."""
     if is_compiled:
         torch._functorch.config.donated_buffer = True
         torch._dynamo.reset()

@@ -213,6 +213,18 @@ def test_which_programs_may_gather_other_weights_than_other_ranks() -> None:
         assert judge(which, [[outcome, outcome]], Wanted([], {})).kind == expected, (options, use)
 
 
+@pytest.mark.parametrize(
+    ("quiet", "broadcasts", "legal"), [(True, True, False), (False, True, True), (True, False, True)]
+)
+def test_a_snapshot_of_buffers_that_stay_each_rank_s_own_is_illegal(quiet: bool, broadcasts: bool, legal: bool) -> None:
+    program = Program.from_json((Path(__file__).parent / "kept" / "buffers_apart.json").read_text())
+    forward = next(op for op in program.ops if op.kind == "forward")
+    forward = Op("forward", {**forward.args, "quiet": quiet})
+    ops = (Op("snapshot", {}), forward, Op("restore", {}))
+    which = dataclasses.replace(program, ops=ops, options={**program.options, "broadcast_buffers": broadcasts})
+    assert is_legal(which) == legal
+
+
 def test_illegal_programs_are_told_apart() -> None:
     """What a shrinking program must not become."""
     program = fuzz_draw.draw(0)
