@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable
+from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 
@@ -48,12 +50,6 @@ def some(names: Iterable[str], at_most: int = 5) -> str:
     return ", ".join(all_names[:at_most]) + (f" and {num_left} more" if num_left > 0 else "")
 
 
-def stepping_optimizer() -> str | None:
-    """The class of the optimizer whose ``step`` is running, if there is one."""
-    optimizer = optimizer_in_step()
-    return None if optimizer is None else type(optimizer).__name__
-
-
 def optimizer_in_step() -> Optimizer | None:
     """The optimizer whose ``step`` is running, the innermost of several, if there is one."""
     frame = inspect.currentframe()
@@ -65,9 +61,33 @@ def optimizer_in_step() -> Optimizer | None:
     return None
 
 
-def not_compiled(optimizer: str) -> str:
-    """For errors in the ``step`` of an optimizer of this class that zc does not know: the reason, and what to do."""
+def not_its_own(optimizer: Optimizer) -> str:
+    """For errors in the ``step`` of an optimizer that met what is sharded: the reason, and what to do."""
+    if "param_groups" not in vars(type(optimizer)):  # else a second object, which zc has made (zc/optim/local.py)
+        return (
+            f"zc.compile was not given this {type(optimizer).__name__}. Make it first, then call "
+            "zc.compile(model, optimizer); several go in as a list"
+        )
+    kept = " and ".join(_kept_params(optimizer)) or "something beside its groups"
     return (
-        f"zc.compile was not given this {optimizer}. Make it first, then call zc.compile(model, optimizer); several go "
-        "in as a list"
+        f"it takes parameters from {kept}, where they are the model's. Take them from "
+        'group["params"] of self.param_groups in step(): there each rank sees what it updates'
     )
+
+
+def _kept_params(optimizer: Optimizer) -> list[str]:
+    """The attributes, and the keys of groups, by which an optimizer keeps parameters of the model."""
+    attributes: dict[str, Any] = vars(optimizer)
+    groups: list[dict[str, Any]] = attributes["param_groups"]
+    params = {id(param) for group in groups for param in group["params"]}
+
+    def has_some(value: Any, depth: int = 3) -> bool:
+        """``depth``: of collections inside each other that it looks into."""
+        if isinstance(value, Tensor):
+            return id(value) in params
+        items = [*value.keys(), *value.values()] if isinstance(value, dict) else value
+        return depth > 0 and isinstance(items, list | tuple | set) and any(has_some(i, depth - 1) for i in items)
+
+    own = [f"self.{name}" for name, value in attributes.items() if name != "param_groups" and has_some(value)]
+    options = [(key, value) for group in groups for key, value in group.items() if key != "params"]
+    return list(dict.fromkeys([*own, *(f'group["{key}"]' for key, value in options if has_some(value))]))

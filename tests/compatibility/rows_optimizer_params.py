@@ -335,6 +335,23 @@ class Holds(Optimizer):
 add(Row("an optimizer that holds two others", 6, lookahead, optimizer=Holds,
         refused={"always": "PlanError: holds several optimizers of its parameters: .optimizers[0] (SGD)"}))  # fmt: skip
 
+
+class Keeps(Optimizer):
+    """Takes its parameters from an attribute in ``step``."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.params = self.param_groups[0]["params"]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.params:
+            p.sub_(p.grad, alpha=0.1)
+
+
+add(Row("an optimizer that keeps its parameters in an attribute", 6, lookahead, optimizer=Keeps,
+        refused={"always": "ZcError: it takes parameters from self.params"}))  # fmt: skip
+
 # --- the state, by parameters ---
 
 

@@ -137,6 +137,41 @@ def test_a_rank_that_owns_nothing_of_a_group() -> None:
             assert seen["worst"] < 1e-6 and seen["steps"] == 3 and len(set(seen["rates"])) == 1, stage
 
 
+class OfTrained(Stacked):
+    """Leaves out parameters that are frozen."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        given = self.param_groups
+        self.param_groups = [{**g, "params": [p for p in g["params"] if p.requires_grad]} for g in given]
+        try:
+            super().step()
+        finally:
+            self.param_groups = given
+
+
+def _with_a_frozen_member(rank: int, world_size: int) -> dict[str, Any]:
+    twin, model = squares(), squares()
+    optimizers = []
+    for which in (twin, model):
+        first, *equal, last = which.parameters()
+        first.requires_grad_(False)
+        optimizers.append(OfTrained([{"params": equal}, {"params": [first, last]}]))
+    model, optimizer = zc.compile(model, optimizers[1], backend="eager", bucket_nbytes=2048)
+    train(twin, optimizers[0], 0, 3)
+    train(model, optimizer, 0, 3)
+    own = sharded(model).optimizers[0].local.param_groups[1]["params"]
+    return {"worst": worst(weights(model), weights(twin))[0], "trains": [p.requires_grad for p in own]}
+
+
+def test_a_rank_that_owns_of_a_group_what_is_frozen_alone() -> None:
+    """"stack expects a non-empty TensorList", as without any parameter."""
+    ranks = run_ranks(_with_a_frozen_member, 2)
+    assert [False] in [seen["trains"] for seen in ranks], "some rank has only the frozen one"
+    for seen in ranks:
+        assert seen["worst"] < 1e-6, seen
+
+
 def _reducing(rank: int, world_size: int) -> dict[str, Any]:
     twin, model = squares(), squares()
     alone, optimizer = Stacked(groups(twin)), Reducing(groups(model))

@@ -6,6 +6,7 @@ import gc
 import time
 import weakref
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,8 @@ from models import mlp
 from torch import nn
 
 import zc
+from zc import registry
+from zc.engine.accumulators import Accumulators
 from zc.ranks.process_groups import ProcessGroups
 
 
@@ -66,6 +69,34 @@ def test_a_model_whose_step_raised_is_freed(stage: int) -> None:
             has_raised = True
         assert has_raised
         return [weakref.ref(param) for param in model.parameters()]
+
+    assert_freed(program())
+
+
+def test_a_model_whose_lane_has_failed_is_freed() -> None:
+    """As after a lost rank, whose error the loop has met elsewhere: nobody raises the lane's. Its traceback may keep
+    nothing of the model, whose finalizer keeps the streams."""
+
+    def program() -> list[weakref.ref[nn.Parameter]]:
+        model = mlp()
+        zc.compile(model, optimizer := torch.optim.AdamW(model.parameters()), backend="eager")
+        train(model, optimizer)
+        runtime = registry.sharded(model).runtime
+
+        def reduce(accumulators: Accumulators) -> None:
+            raise KeyError("of the network") from raised(accumulators)
+
+        def raised(accumulators: Accumulators) -> Exception:
+            try:
+                raise OSError(len(accumulators.touched))
+            except OSError as error:
+                return error
+
+        runtime.streams.run_on("comm", partial(reduce, runtime.accumulators))
+        runtime.streams.record("reduced", "comm")
+        while runtime.streams.error_before("reduced") is None:
+            time.sleep(0.001)
+        return [weakref.ref(param) for param in model.parameters()] + [weakref.ref(runtime.accumulators)]
 
     assert_freed(program())
 

@@ -56,6 +56,16 @@ def test_a_view_that_outlives_an_update_is_refused_by_name(how: str) -> None:
     zc.close(net)
 
 
+def test_it_is_refused_by_name_in_inference_mode() -> None:
+    """"Inference tensors do not track version counter": the question, on the meta device, met that mode."""
+    net, optimizer = trained(Keeping("detach"), "eager")
+    with pytest.warns(UserWarning, match="shares memory with layer.weight outlives the update"):
+        optimizer.step()
+    with torch.inference_mode(), pytest.raises(zc.ZcError, match="that was made before the last update"):
+        net.before[0].mean()
+    zc.close(net)
+
+
 def test_a_view_that_nobody_keeps_is_nobodys_matter(recwarn: pytest.WarningsRecorder) -> None:
     net, optimizer = trained(Keeping("detach"), "eager")
     for _ in range(2):

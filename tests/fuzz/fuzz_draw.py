@@ -11,7 +11,7 @@ import fuzz_optimizers
 import fuzz_options
 import fuzz_order
 import fuzz_script
-from fuzz_program import FULL_CLEARS, ZEROS, Op, Program, syncs_buffers
+from fuzz_program import FULL_CLEARS, ZEROS, Op, Program, leaves_buffers, syncs_buffers
 
 # Features that zc gets wrong today, which `make test` leaves out: each goes with what mends it.
 OPEN: tuple[str, ...] = ()
@@ -298,8 +298,10 @@ class Loop:
         if self._maybe("hook", 0.03):
             self.put("hook", name=rng.choice(self.names))
         if self._maybe("restore", 0.4 if self.has_snapshot else 0.06):
-            self.put("restore" if self.has_snapshot and rng.random() < 0.8 else "snapshot")
-            self.has_snapshot = True
+            restores = self.has_snapshot and rng.random() < 0.8
+            if not (restores and self.syncs_buffers and leaves_buffers(self.ops)):
+                self.put("restore" if restores else "snapshot")
+                self.has_snapshot = True
         if not self.is_clean or self.is_uneven:
             return
         if self._maybe("save", 0.6 if self.has_saved else 0.04):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import fuzz_models
 import torch
 from fuzz_optimizers import is_stacked
 from fuzz_oracle import Wanted
@@ -77,6 +78,29 @@ def _backward_reads_rewritten_buffer(program: Program) -> bool:
     return False
 
 
+def _penalty_of_rewritten_weight(program: Program) -> bool:
+    """Whether a backward reads weights by a penalty, outside of compiled code, that a later compiled forward has
+    written. PyTorch counts that write, as it does not where ``.data`` is written in code that is not compiled."""
+    compiles = any(which.options["backend"] != "eager" for which in program.launches)
+    if not compiles or not fuzz_models.has(program.model, "clamped"):
+        return False
+    last = -1  # the latest forward so far
+    for k, (kind, args) in enumerate(program.ops):
+        if kind in ("forward", "micro", "evaluate"):
+            last = k
+        through = args["of"] if kind in ("backward", "raise", "peek") else ()
+        if any(forward < last and program.ops[forward].args.get("penalty") for forward in through):
+            return True
+    return False
+
+
+def _writes_sharded_weights(program: Program) -> bool:
+    """Whether the compiled code of a forward writes a weight in stage 3."""
+    launches = [which.options for which in program.launches]
+    is_refused = any(options["stage"] == 3 and options["backend"] != "eager" for options in launches)
+    return is_refused and fuzz_models.has(program.model, "clamped")
+
+
 def _gathers_other_weights(program: Program) -> bool:
     """Whether ranks of stage 3 that exchange messages may run other forwards than each other, which zc refuses."""
     by_messages = any(which.options["stage"] == 3 and "hosts" in which.options for which in program.launches)
@@ -113,7 +137,9 @@ REFUSALS = (
     ("CheckpointError", "state belongs to parameters together", _loads_together_elsewhere),
     ("RankMismatchError", "ranks are out of step", lambda p: _some_read_alone(p) or _gathers_other_weights(p)),
     ("ZcError", "made before the last update", _keeps_views),
-    ("RuntimeError", "modified by an inplace operation", _backward_reads_rewritten_buffer),
+    ("ZcError", "compiled code of the forward writes parameter", _writes_sharded_weights),
+    ("RuntimeError", "modified by an inplace operation",
+     lambda p: _backward_reads_rewritten_buffer(p) or _penalty_of_rewritten_weight(p)),
     # cleared past optimizer.zero_grad on a rank that had no backward yet: no .grad was there to be missed
     ("RankMismatchError", "what the gradients hold",
      lambda p: p.clears - {"optimizer"} and (_some_are_alone(p) or _some_raised_alone(p))),

@@ -114,6 +114,17 @@ def syncs_buffers(model: fuzz_models.Model, options: dict[str, Any]) -> bool:
     return fuzz_models.has(model, *fuzz_models.BUFFERED) and options.get("broadcast_buffers", True)
 
 
+def leaves_buffers(ops: Sequence[Op]) -> bool:
+    """Whether DDP broadcasts no buffers in the forward after these operations: the one before it was in no_sync, or
+    without gradients."""
+    for kind, args in reversed(ops):
+        if kind in ("forward", "micro", "evaluate"):
+            return kind == "evaluate" or bool(args.get("quiet"))
+        if kind == "relaunch":
+            break
+    return False
+
+
 def check(program: Program) -> None:
     """Raises Illegal for a program that DDP could not run either, or that zc refuses by its documentation."""
     pending: set[int] = set()  # losses that wait for their backward
@@ -134,6 +145,9 @@ def check(program: Program) -> None:
             pending.clear()  # DDP's broadcast of buffers breaks a backward that waits behind another forward
         if args.get("penalty") and options["stage"] == 3:
             raise Illegal(f"{k}: parameters without bytes are read")
+        if kind == "restore" and buffers and leaves_buffers(program.ops[:k]):
+            # zc has broadcast before the snapshot what DDP broadcasts in the forward after it
+            raise Illegal(f"{k}: buffers that were each rank's own, and stay so in the next forward")
         if kind == "forward":
             pending.add(k)
         elif kind in ("backward", "raise", "collective", "peek"):

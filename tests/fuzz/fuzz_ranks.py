@@ -178,10 +178,10 @@ def _wait_for_all(number: str, world_size: int, folder: str, seconds: float) -> 
 
 
 def _forget(is_compiled: bool) -> None:
-    """Models, threads and compiled code of the last program go."""
+    """Models, threads and compiled code of the last program go. Nothing is frozen, which would make a walk 0.1 s
+    faster: a thread or an error may keep a model alive a little longer, and a frozen one would keep threads."""
     if is_compiled:
         torch._functorch.config.donated_buffer = True
         torch._dynamo.reset()
     for _ in range(2):  # the first frees models in cycles, or compiled graphs, and zc lets go of the rest only then
         gc.collect()
-    gc.freeze()  # modules and caches stay: to walk them each time takes 0.2 s

@@ -10,6 +10,7 @@ import atexit
 import queue
 import threading
 import time
+import traceback
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
@@ -105,8 +106,19 @@ def _work(lane: weakref.ref[Lane], tasks: queue.SimpleQueue[Task | _Fence | None
                 elif owner.error is None:
                     task()
             except BaseException as error:  # noqa: BLE001  (raised again in the caller's thread)
+                _clear_variables(error)
                 owner.error = error
             del owner, task  # while the thread waits, the lane may be collected, and so may what the task refers to
+
+
+def _clear_variables(error: BaseException | None) -> None:
+    """Clears the variables of the calls in which ``error``, and what caused it, was raised. They refer to the model's
+    memory. The finalizer of that memory refers to the streams, so a lane whose error nobody raises would keep both."""
+    seen: list[BaseException] = []
+    while error is not None and not any(error is other for other in seen):
+        traceback.clear_frames(error.__traceback__)
+        seen.append(error)
+        error = error.__cause__ or error.__context__
 
 
 class _Fence:

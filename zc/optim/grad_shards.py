@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from zc import torch_private
 from zc.engine.memory_order import flattened, in_shape
-from zc.errors import ZcError, not_compiled, optimizer_in_step
+from zc.errors import ZcError, not_its_own, optimizer_in_step
 from zc.optim.reductions import GRADIENT, Formula, Reduction
 from zc.optim.sharded_value import Part, ShardedValue
 from zc.planning.layout import Slot
@@ -117,13 +117,13 @@ class GradShards:
 
     def refuse_whole_write(self, func: object, name: str) -> None:
         """Raises ZcError where a whole tensor must not be written with values of ``name``: by an optimizer that zc does
-        not know, and inside a backward, where other ranks may not be."""
+        not know, or that keeps parameters beside its groups, and inside a backward, where other ranks may not be."""
         optimizer = optimizer_in_step()
         own = {id(each) for each in self.optimizers}
         if optimizer is not None and own.isdisjoint(map(id, (optimizer, *vars(optimizer).values()))):
             raise ZcError(
                 f"{type(optimizer).__name__}.step() met the gradient of {name}, which is sharded over ranks: "
-                f"{not_compiled(type(optimizer).__name__)}"
+                f"{not_its_own(optimizer)}"
             )
         if torch_private.current_graph_task() != -1:
             raise ZcError(

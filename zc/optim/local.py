@@ -5,7 +5,8 @@ its class run on a second object with the same ``__dict__``, so they read and wr
 second object has ``param_groups`` and ``state`` of its own. Nothing has to be restored if a method raises.
 
 A class that stacks the gradients of a group fails on an empty group. If a trial shows this
-(`zc.optim.trials.takes_empty_groups`), ``step`` sees only the groups of which this rank owns something.
+(`zc.optim.trials.takes_empty_groups`), ``step`` sees only the groups of which this rank owns something that trains: it
+may leave out the frozen ones itself.
 """
 
 from __future__ import annotations

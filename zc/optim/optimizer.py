@@ -61,7 +61,7 @@ class ShardedOptimizer:
         self._closures = Closures(optimizer)
         # what the methods of its class run on
         self.local: Any = second_object(optimizer, candidates(type(optimizer)))
-        self._takes_empty_groups = True  # False: the step sees only those of which this rank owns something
+        self._takes_empty_groups = True  # False: the step sees those of which this rank trains something
         self.local.state, self.local.param_groups = optimizer.state, self._groups
         self.state = StateView(self)
         vars(optimizer)["state"] = self.state
@@ -205,7 +205,8 @@ class ShardedOptimizer:
 
     def _hide_empty_groups(self) -> None:
         if not self._takes_empty_groups:
-            self.local.param_groups = [g for g in self._groups if any(p.numel() for p in g["params"])]
+            trains = [any(p.numel() and p.requires_grad for p in group["params"]) for group in self._groups]
+            self.local.param_groups = [group for group, is_seen in zip(self._groups, trains, strict=True) if is_seen]
 
     def _touched(self) -> tuple[int, ...]:
         """Its buckets of which some parameter has a gradient on some rank."""

@@ -69,7 +69,7 @@ def update_copy(
     calls of ``methods`` after them. State under strings counts as state of each parameter, under ""."""
     params = [nn.Parameter(value.clone()) for value in values]
     twin = torch_private.bare_copy(optimizer, class_of(optimizer))
-    options = {key: _copy(option) for key, option in group.items() if key != "params"}
+    options = {key: _copy(option, optimizer) for key, option in group.items() if key != "params"}
     if "lr" in options and not float(options["lr"]) > 0:  # a warmup that begins at 0 would hide every difference
         rates = (group.get("initial_lr"), optimizer.defaults.get("lr"), 1e-3)
         options["lr"] = float(next(rate for rate in rates if rate is not None and float(rate) > 0))
@@ -160,8 +160,14 @@ def _like(key: str, item: Any, like: Tensor, param: Tensor) -> Any:
     return torch.full_like(param, float(item.reshape(-1)[0]) if item.numel() else 0.0)
 
 
-def _copy(option: Any) -> Any:
-    return option.clone() if isinstance(option, Tensor) else copy.deepcopy(option)
+def _copy(option: Any, optimizer: Optimizer) -> Any:
+    """Of a group's option. Parameters of ``optimizer`` in it become ones without elements: they may have no bytes."""
+    if isinstance(option, Tensor):
+        return option.clone()
+    with torch_private.without_torch_function():
+        params = [param for group in vars(optimizer)["param_groups"] for param in group["params"]]
+        on_meta = {id(p): nn.Parameter(p.new_empty(p.shape, device="meta"), p.requires_grad) for p in params}
+    return copy.deepcopy(option, on_meta)
 
 
 def wrapped(optimizer: Optimizer) -> str | None:

@@ -124,6 +124,32 @@ class StateView(MutableMapping[Any, Any]):
         state.pop(self.owner.slices.get(name), None)
         self.refresh()
 
+    # A mapping's own would take the state that a parameter lacks for an empty one, which it has.
+
+    def pop(self, key: Any, *default: Any) -> Any:
+        """Returns a state that stays as it was."""
+        if key not in self:
+            if default:
+                return default[0]
+            raise KeyError(key)
+        value = self[key]
+        if isinstance(value, ParamState):
+            value = dict(value)
+        del self[key]
+        return value
+
+    def popitem(self) -> tuple[Any, Any]:
+        """The last, as from a dict."""
+        keys = list(self)
+        if not keys:
+            raise KeyError("no parameter has a state")
+        return keys[-1], self.pop(keys[-1])
+
+    def setdefault(self, key: Any, default: Any = None) -> Any:
+        if key not in self:
+            self[key] = default
+        return self[key]
+
     def __contains__(self, key: Any) -> bool:
         name = self.owner.name_of(key)
         return key in self.owner.local.state if name is None else self._kept(name) is not None

@@ -35,7 +35,7 @@ def viewed_by(func: Callable[..., Any], args: Any, kwargs: Any) -> list[Tensor |
             twins[id(tensor)], of_storage[torch_private.storage_number(made)] = made, tensor
         return twins[id(tensor)]
 
-    with torch_private.without_torch_function():
+    with torch.inference_mode(False), torch_private.without_torch_function():  # tensors of that mode count no writes
         if any(leaf.layout is not torch.strided for leaf in _tensors(args, kwargs)):
             return None
         on_meta = torch_private.map_tensors(twin, (args, kwargs))

@@ -30,7 +30,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.weak import WeakIdKeyDictionary
 
 from zc import torch_private
-from zc.errors import ZcError, not_compiled, stepping_optimizer
+from zc.errors import ZcError, not_its_own, optimizer_in_step
 from zc.planning.layout import own_strides
 from zc.weights.asked import viewed_by
 
@@ -301,10 +301,10 @@ def _can_read(what: Any, params: list[ManagedParameter]) -> bool:
 def _need(what: Any, params: list[ManagedParameter]) -> None:
     for param in params:
         if not _can_read(what, [param]):
-            if (optimizer := stepping_optimizer()) is not None:
+            if (optimizer := optimizer_in_step()) is not None:
                 raise ZcError(
-                    f"{optimizer}.step() met a parameter of shape {tuple(param.shape)}, whose bytes lie in shards with "
-                    f"{_why(param)}: {not_compiled(optimizer)}"
+                    f"{type(optimizer).__name__}.step() met a parameter of shape {tuple(param.shape)}, whose bytes lie "
+                    f"in shards with {_why(param)}: {not_its_own(optimizer)}"
                 )
             name = getattr(what, "__name__", str(what))
             raise ZcError(f"{name} reads a parameter of shape {tuple(param.shape)} {_way_out(param)}")

@@ -1,0 +1,60 @@
+"""Optimizers that keep parameters beside their groups: refused, with the attribute by which they do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+import zc
+
+PLACES: dict[str, Callable[[Any], Iterable[nn.Parameter]]] = {
+    "self.params": lambda own: own.params,
+    "self.first": lambda own: own.first["params"],
+    "self.names": lambda own: own.names,
+    'group["mine"]': lambda own: own.param_groups[0]["mine"],
+}
+
+
+class Keeps(Optimizer):
+    """SGD of the parameters that it keeps in one ``place``."""
+
+    def __init__(self, params: Any, place: str, *, decay: float = 0.0) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.place, self.decay, group = place, decay, self.param_groups[0]
+        if place == "self.params":
+            self.params = group["params"]
+        elif place == "self.first":
+            self.first = group
+        elif place == "self.names":
+            self.names = {param: str(k) for k, param in enumerate(group["params"])}
+        else:
+            group["mine"] = list(group["params"])
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for param in PLACES[self.place](self):
+            if param.grad is not None:
+                if self.decay:
+                    param.mul_(1 - self.decay)
+                param.sub_(param.grad, alpha=0.1)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("place", PLACES)
+def test_an_optimizer_that_keeps_parameters_is_refused_with_the_place(place: str, stage: int, decay: float) -> None:
+    """The error said that zc.compile was not given it; in stage 3 a list in a group ended the process."""
+    model = nn.Linear(4, 3)
+    optimizer = Keeps(model.parameters(), place, decay=decay)
+    zc.compile(model, optimizer, stage=stage, backend="eager")
+    model(torch.ones(2, 4)).square().sum().backward()
+    with pytest.raises(zc.ZcError) as raised:
+        optimizer.step()
+    assert "Keeps.step() met" in str(raised.value) and f"it takes parameters from {place}, where" in str(raised.value)
+    zc.close(model)
