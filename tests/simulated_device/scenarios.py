@@ -25,9 +25,9 @@ TOLERANCE = 2e-5  # of fp32; the sums of two ranks have another order than the r
 
 @dataclass(frozen=True)
 class Scenario:
-    """``clips``: whose function, "" for none. ``loop``: on which streams its parts run, or what else it does (`_Loop`).
-    ``late``: microseconds before each task by kind of stream, from the second step on. ``is_other``: the model is on
-    the device that is not current."""
+    """``stage`` 0: plain PyTorch, on one rank. ``clips``: whose function, "" for none. ``loop``: on which streams its
+    parts run, or what else it does (`_Loop`). ``late``: microseconds before each task by kind of stream, from the
+    second step on. ``is_other``: the model is on the device that is not current."""
 
     stage: int = 2
     backend: str = "eager"
@@ -202,6 +202,8 @@ class _Loop:
         elsewhere = self.third if self.kind == "backward from elsewhere" else contextlib.nullcontext()
         with simulated.phase("backward"), self._on(third), elsewhere:
             loss.backward()
+        if self.kind == "backward from elsewhere" and self.scenario.model == "branches":
+            self.home.wait_stream(self.third)  # which autograd has put behind the streams that gradients were made on
 
     @contextlib.contextmanager
     def _on(self, stream: torch.Stream | None) -> Iterator[None]:
@@ -212,6 +214,21 @@ class _Loop:
         with stream:
             yield
         self.home.wait_stream(stream)
+
+
+def _moved(model: nn.Module, device: torch.device) -> nn.Module:
+    """On the device. On one that torch does not know, a tied parameter becomes one for each of its names: they are tied
+    again."""
+    places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, param in module._parameters.items():
+            if param is not None:
+                places.setdefault(param, []).append((module, name))
+    model.to(device)
+    for (module, name), *others in places.values():
+        for other, other_name in others:
+            other.register_parameter(other_name, module.get_parameter(name))
+    return model
 
 
 def _name_buffers(model: nn.Module) -> None:
@@ -239,15 +256,16 @@ def train(rank: int, world_size: int, scenario: Scenario) -> Seen:
     device = torch.device("sim", (rank + scenario.is_other) % compiled.num_devices)
     plain = case.model()
     expected = _reference(copy.deepcopy(plain), case, world_size, scenario)
-    model = plain.to(device)
+    model = _moved(plain, device)
     optimizer = _optimizer(model.parameters())
     options = dict(scenario.options)
     if options.pop("hosts", None):
         os.environ["GROUP_RANK"] = str(rank * 2 // world_size)
     options.setdefault("bucket_nbytes", 2000)
-    zc.compile(model, optimizer, stage=scenario.stage, backend=scenario.backend, **options)
+    if scenario.stage:
+        zc.compile(model, optimizer, stage=scenario.stage, backend=scenario.backend, **options)
+        _name_buffers(model)
     os.environ.pop("GROUP_RANK", None)
-    _name_buffers(model)
     before: tuple[dict[Any, int], dict[Any, int]] = ({}, {})
     with contextlib.ExitStack() as stack:
         loop = _Loop(scenario, model, optimizer, case, device)
@@ -293,7 +311,8 @@ def _more(now: dict[Any, int], then: dict[Any, int]) -> dict[Any, int]:
 def _difference(model: nn.Module, expected: dict[str, Tensor], stage: int) -> tuple[float, str]:
     import zc
 
-    zc.synchronize(model)
+    if stage:
+        zc.synchronize(model)
     with zc.whole_parameters(model) if stage == 3 else contextlib.nullcontext():
         values = {name: param.detach().cpu() for name, param in model.named_parameters()}
     assert values.keys() == expected.keys()
