@@ -25,7 +25,7 @@ COVER: dict[int, list[Scenario]] = {
     1: [
         Scenario(stage=1, loop="backward on a third", clips="zc"),
         Scenario(stage=3, model="branches", loop="scaler"),
-        Scenario(stage=3, clips="zc"),
+        Scenario(stage=3, loop="evaluation", clips="zc"),
         Scenario(stage=3, backend="aot_eager", options=HOST, model="mlp"),
     ],
     2: [
