@@ -20,6 +20,7 @@ from torch import Tensor, nn
 NUM_STEPS = 4
 CLIP = 0.5
 WIDE = 5e-2  # of weights in bf16
+STREAMS = ("forward on a side", "backward on a third", "all on a side", "update on a side", "backward from elsewhere")
 TOLERANCE = 2e-5  # of fp32; the sums of two ranks have another order than the reference's
 
 
@@ -44,6 +45,11 @@ class Scenario:
     @property
     def offloads(self) -> bool:
         return "offload" in self.options
+
+    @property
+    def has_own_streams(self) -> bool:
+        """Whether the loop or the model has side streams of its own."""
+        return self.model == "branches" or self.loop in (*STREAMS, "evaluation", "norms on two streams")
 
     def __str__(self) -> str:
         plain = Scenario()
@@ -216,7 +222,7 @@ class _Loop:
         self.home.wait_stream(stream)
 
 
-def _moved(model: nn.Module, device: torch.device) -> nn.Module:
+def moved(model: nn.Module, device: torch.device) -> nn.Module:
     """On the device. On one that torch does not know, a tied parameter becomes one for each of its names: they are tied
     again."""
     places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
@@ -256,7 +262,7 @@ def train(rank: int, world_size: int, scenario: Scenario) -> Seen:
     device = torch.device("sim", (rank + scenario.is_other) % compiled.num_devices)
     plain = case.model()
     expected = _reference(copy.deepcopy(plain), case, world_size, scenario)
-    model = _moved(plain, device)
+    model = moved(plain, device)
     optimizer = _optimizer(model.parameters())
     options = dict(scenario.options)
     if options.pop("hosts", None):

@@ -30,9 +30,11 @@ inline Tensor with_flags_of(const Tensor& tensor, Tensor twin) {
   if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) twin.unsafeGetTensorImpl()->set_wrapped_number(true);
   return twin;
 }
-// The same memory as a CPU tensor, for a kernel.
+// The same memory as a CPU tensor, for a kernel. It is an ordinary one in inference mode, too: the threads that write it
+// are in no such mode.
 inline Tensor opened(const Tensor& tensor) {
   if (!is_ours(tensor)) return tensor;
+  c10::InferenceMode off(false);
   const auto options = at::TensorOptions().dtype(tensor.dtype());
   if (!tensor.numel()) return with_flags_of(tensor, at::empty_strided(tensor.sizes(), tensor.strides(), options));
   return with_flags_of(tensor,
@@ -399,6 +401,9 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("set_.source_Storage_storage_offset", &set_strided);
   library.impl("set_.source_Tensor", &set_tensor);
   library.impl("record_stream", &record_stream);
+  // of torch's own these would ask for kernels that a device brings itself
+  library.impl("convolution", torch::CppFunction::makeFromBoxedFunction<&call>());
+  library.impl("convolution_backward", torch::CppFunction::makeFromBoxedFunction<&call>());
   library.impl("_copy_from", &copy_from);
   library.impl("_copy_from_and_resize", &copy_from_and_resize);
   library.impl("_local_scalar_dense", &local_scalar);
