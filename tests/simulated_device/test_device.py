@@ -247,20 +247,30 @@ def test_operators_and_collectives_in_inference_mode() -> None:
     assert run_on_device(_inference, 2) == [(True, 64.0, [])] * 2
 
 
-def _convolution(rank: int, world_size: int) -> list[float]:
-    torch.manual_seed(0)
-    layer, x = torch.nn.Conv2d(2, 3, 3, padding=1), torch.randn(2, 2, 5, 5)
-    layer(x).square().sum().backward()
-    expected = [param.grad for param in layer.parameters()]
-    there = copy.deepcopy(layer).to("sim")
-    there.zero_grad()
-    there(x.to("sim")).square().sum().backward()
-    pairs = zip(expected, there.parameters(), strict=True)
-    return [float((want - param.grad.cpu()).abs().max()) for want, param in pairs]  # type: ignore[operator, union-attr]
+def _layer(rank: int, world_size: int, layer: torch.nn.Module, x: Tensor) -> list[float]:
+    losses, there = [], copy.deepcopy(layer).to("sim")
+    for module, batch in ((layer, x), (there, x.to("sim"))):
+        loss = module(batch).float().square().mean()
+        loss.backward()
+        module.eval()
+        with torch.no_grad():
+            losses += [float(loss), float(module(batch).float().square().mean())]
+    pairs = zip(layer.parameters(), there.parameters(), strict=True)
+    gradients = [float((a.grad - b.grad.cpu()).abs().max()) for a, b in pairs]  # type: ignore[operator, union-attr]
+    return [*gradients, abs(losses[0] - losses[2]), abs(losses[1] - losses[3])]
 
 
-def test_a_convolution() -> None:
-    assert max(run_on_device(_convolution, 1)[0]) < 1e-5
+@pytest.mark.parametrize(
+    ("layer", "x"),
+    [
+        (torch.nn.Conv2d(2, 3, 3, padding=1), torch.randn(2, 2, 5, 5)),
+        (torch.nn.BatchNorm1d(4), torch.randn(3, 4)),
+        (torch.nn.LayerNorm(4, dtype=torch.bfloat16), torch.randn(3, 4, dtype=torch.bfloat16)),
+    ],
+    ids=lambda case: type(case).__name__,
+)
+def test_layers_whose_kernels_differ_between_devices(layer: torch.nn.Module, x: Tensor) -> None:
+    assert max(run_on_device(_layer, 1, layer, x)[0]) < 1e-5
 
 
 def _sums_of_rows(rank: int, world_size: int) -> Any:

@@ -30,6 +30,11 @@ COVER: dict[int, list[Scenario]] = {
         Scenario(stage=3, model="branches", loop="scaler"),
         Scenario(stage=3, loop="evaluation", clips="zc"),
         Scenario(stage=3, backend="aot_eager", options=HOST, model="mlp"),
+        Scenario(stage=2, model="mlp", loop="on any streams", clips="zc"),
+        Scenario(stage=2, model="branches home first", options=ONE),
+        Scenario(stage=3, model="one branch", loop="penalty", options=ONE),
+        Scenario(stage=3, model="branches", loop="evaluation", options=ONE),
+        Scenario(stage=3, model="branches", loop="dropped in a forward", options=ONE),
     ],
     2: [
         Scenario(stage=1, backend="aot_eager", options=OVERLAP, model="mlp", late={"group": 1000}),
@@ -67,6 +72,10 @@ def _all(world_size: int) -> Iterator[Scenario]:
         if loop != "all on a side":
             yield Scenario(stage, "eager", "branches", loop, options=ONE, jitter=500, seed=seed)
             yield Scenario(stage, "eager", "branches", loop, late={"side": 1000}, seed=seed)
+    for stage in stages:
+        yield Scenario(stage, "eager", "mlp", "on any streams", clips="zc")
+        for model, num in itertools.product(("branches", "branches home first"), (1, 3)):
+            yield Scenario(stage, "eager", model, options=ONE, num_microbatches=num)
     for stage, options in itertools.product(stages, ({}, HOST)):
         yield Scenario(stage, "eager", "gpt_reentrant", options=options, jitter=300, is_other=True)
         yield Scenario(stage, "eager", "clamped", options=options, jitter=300)

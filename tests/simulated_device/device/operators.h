@@ -299,6 +299,12 @@ class Call {
     } catch (const std::exception&) {
       return false;
     }
+    // mean and deviation: the CPU's kernels, unlike others, have them in the dtype of the weight
+    if (name_ == "aten::native_layer_norm" && inferred_.size() == 3) {
+      const auto& typed = args_[2].isTensor() && args_[2].toTensor().defined() ? args_[2] : args_[0];
+      for (size_t k = 1; k < 3; ++k)
+        inferred_[k] = inferred_[k].toTensor().to(typed.toTensor().scalar_type());
+    }
     return true;
   }
 
@@ -345,7 +351,7 @@ class Call {
         if (is_apart[k])
           visit_tensors(args[args.size() - num + k], [&](const Tensor& result) {
             auto& to = *target++;
-            if (!result.defined() || !to.defined()) return;
+            if (!result.defined() || !to.defined() || !result.numel()) return;
             TORCH_CHECK(result.sizes() == to.sizes(), name, " has ", result.sizes(), ", its meta kernel said ",
                         to.sizes());
             if (to.numel()) to.copy_(result);
@@ -401,7 +407,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("set_.source_Storage_storage_offset", &set_strided);
   library.impl("set_.source_Tensor", &set_tensor);
   library.impl("record_stream", &record_stream);
-  // of torch's own these would ask for kernels that a device brings itself
+  // of these torch has forms for any device, which ask for other operators: they are the CPU's, too
+  library.impl("native_layer_norm", torch::CppFunction::makeFromBoxedFunction<&call>());
   library.impl("convolution", torch::CppFunction::makeFromBoxedFunction<&call>());
   library.impl("convolution_backward", torch::CppFunction::makeFromBoxedFunction<&call>());
   library.impl("_copy_from", &copy_from);
