@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sys
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,13 +40,13 @@ def takes(program: Any) -> bool:
 
 
 def use() -> None:
-    """The fuzzer's jobs of this process have ranks with the device."""
+    """From here on the fuzzer's jobs of this process have ranks with the device."""
     import fuzz_ranks
 
-    fuzz_ranks.run_ranks = _run_ranks
+    fuzz_ranks.run_ranks = run_ranks
 
 
-def _run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0) -> list[Any]:
+def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0) -> list[Any]:
     return run_on_device(run_there, world_size, fn, args, timeout=timeout)
 
 
@@ -83,6 +84,19 @@ def run_one(plain: Callable[..., Any], rank: int, world_size: int, text: str, si
         after = "" if outcome.error is None else f"\nand then {outcome.error[0]}: {outcome.error[1]}"
         outcome = outcome._replace(error=("Race", "\n".join(races[:5]) + after, ""))
     return outcome
+
+
+@contextlib.contextmanager
+def loses_waits() -> Iterator[None]:
+    """A planted fault: no stream of zc's waits for another."""
+    from zc.engine.device_streams import DeviceStreams
+
+    plain = DeviceStreams.wait
+    DeviceStreams.wait = lambda streams, event, stream: None  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        DeviceStreams.wait = plain  # type: ignore[method-assign]
 
 
 def _on_host(value: Any) -> Any:

@@ -74,6 +74,8 @@ def _all(world_size: int) -> Iterator[Scenario]:
             yield Scenario(stage, "eager", "branches", loop, late={"side": 1000}, seed=seed)
     for stage in stages:
         yield Scenario(stage, "eager", "mlp", "on any streams", clips="zc")
+        for loop in ("backward on a third", "backward from elsewhere", "on any streams"):
+            yield Scenario(stage, "eager", "unused", loop)  # a bucket is written where a backward ends
         for model, num in itertools.product(("branches", "branches home first"), (1, 3)):
             yield Scenario(stage, "eager", model, options=ONE, num_microbatches=num)
     for stage, options in itertools.product(stages, ({}, HOST)):
