@@ -24,7 +24,7 @@ BLOCK = 2048  # 8 elements per thread on NVIDIA (16) and AMD (256 threads of 8):
 
 
 @torch.no_grad()
-def reduce_rows(rows: Tensor, out: Tensor, *, scale: float, add: bool) -> None:
+def reduce_rows(rows: Tensor, out: Tensor, *, scale: float, add: bool, keeps_rows: bool = True) -> None:
     """``s = ((rows[0] + rows[1]) + rows[2]) + ...`` in fp32; ``out = s * scale``, or ``out += s * scale`` with ``add``.
 
     The order is the ranks' and the product is rounded before it is added, so the result is bitwise the same for every
@@ -34,6 +34,8 @@ def reduce_rows(rows: Tensor, out: Tensor, *, scale: float, add: bool) -> None:
         rows: [W, S] bf16, fp16, fp32 or fp64 (the wire dtype); elements of a row are contiguous, W >= 1.
         out: [S] fp32 (fp64 for fp64 rows), contiguous. Without ``add`` its old content is not read.
         scale: 1 / W of the whole group for a mean.
+        keeps_rows: False: nobody reads the rows afterwards. On a device without Triton fp32 rows then need no memory
+            of their own, which a side stream would allocate.
 
     Raises:
         ValueError: a dtype, device, layout or size that breaks the above, or ``out`` shares memory with a row.
@@ -55,25 +57,27 @@ def reduce_rows(rows: Tensor, out: Tensor, *, scale: float, add: bool) -> None:
     if use_triton(rows) and rows.dtype != torch.float64:
         reduce_rows_triton(rows, out, scale, add)
     else:
-        reduce_rows_reference(rows, out, scale, add)
+        reduce_rows_reference(rows, out, scale, add, keeps_rows)
 
 
-def reduce_rows_reference(rows: Tensor, out: Tensor, scale: float, add: bool) -> None:
-    """The same in torch, piece by piece: each element leaves main memory once, temporaries stay in cache."""
+def reduce_rows_reference(rows: Tensor, out: Tensor, scale: float, add: bool, keeps_rows: bool = True) -> None:
+    """The same in torch, piece by piece: each element leaves main memory once, temporaries stay in a CPU's cache. On a
+    device there are none where none are needed: its kernels widen what they read, and the first row takes the sum."""
     num_rows = rows.shape[0]
-    in_wide = rows.dtype == out.dtype
-    partial = scratch_like(out, out.dtype) if add else out[:0]
-    widened = out[:0] if in_wide else scratch_like(out, out.dtype)
+    in_wide, is_on_cpu = rows.dtype == out.dtype, out.device.type == "cpu"
+    in_place = in_wide and not is_on_cpu and (not keeps_rows or (num_rows == 1 and scale == 1.0))
+    partial = scratch_like(out, out.dtype) if add and not in_place else out[:0]
+    widened = scratch_like(out, out.dtype) if is_on_cpu and not in_wide else None
     for start, length in ranges(out.numel()):
         out_piece = out[start : start + length]
-        total = partial[:length] if add else out_piece
         row_pieces = rows[:, start : start + length].unbind(0)
+        total = (row_pieces[0] if in_place else partial[:length]) if add else out_piece
         if in_wide and num_rows > 1:
             torch.add(row_pieces[0], row_pieces[1], out=total)
-        else:
+        elif total is not row_pieces[0]:
             total.copy_(row_pieces[0])
         for row in row_pieces[2 if in_wide else 1 :]:
-            total.add_(row if in_wide else widened[:length].copy_(row))
+            total.add_(row if widened is None else widened[:length].copy_(row))
         if scale != 1.0:
             total.mul_(scale)
         if add:

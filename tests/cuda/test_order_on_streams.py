@@ -1,12 +1,12 @@
-"""Every read of a gradient comes after its write on whatever stream that was, the host touches no memory that a queued
-copy still uses, and all ranks issue the collectives of a communicator in one order (deepspeed#8061)."""
+"""The host touches no memory that a queued copy still uses, gradients of one stream cost no event, and all ranks issue
+the collectives of a communicator in one order. tests/simulated_device has gradients of several streams
+(deepspeed#8061)."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -15,70 +15,12 @@ from harness import run_ranks
 from torch import Tensor, nn
 
 import zc
-from zc import torch_private
 
 
 @pytest.fixture
 def gpu() -> Iterator[Gpu]:
     with recorded() as (device, _):
         yield device
-
-
-class _Branch(torch.autograd.Function):
-    """What lies before this in the forward has its backward on ``stream``. As in autograd's engine, the stream waits
-    for the one that made the incoming gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, out: Tensor, stream: Stream) -> Tensor:
-        ctx.stream = stream
-        return out.view_as(out)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        gpu = ctx.stream.gpu
-        ctx.stream.wait_stream(gpu.home)  # of what the branches have in common
-        gpu.current = ctx.stream
-        return grad, None
-
-
-@pytest.mark.parametrize("num_microbatches", [1, 2])
-@pytest.mark.parametrize("last", ["home", "side"])
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.filterwarnings("ignore:zc. stage=3. code that is not compiled")
-def test_gradients_of_two_eager_branches_on_two_streams(
-    stage: int, last: str, num_microbatches: int, gpu: Gpu, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """deepspeed#8061: the last gradient of a bucket comes on one stream, the others were made on another. In stage 3
-    the first branch makes the weights of both whole, on its stream."""
-    side, plain = Stream(gpu, "side"), torch_private.queue_callback
-
-    def queue_callback(callback: Callable[[], None]) -> None:
-        def end() -> None:
-            gpu.home.wait_stream(side)  # as autograd's engine does at the end of a backward
-            gpu.current = gpu.home
-            callback()
-
-        plain(end)
-
-    monkeypatch.setattr(torch_private, "queue_callback", queue_callback)
-    model = nn.ModuleList([nn.Linear(8, 8) for _ in range(2)])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    zc.compile(model, optimizer, stage=stage, backend="eager")  # one bucket
-    order = [side, gpu.home] if last == "side" else [gpu.home, side]  # the engine takes the latest branch first
-    for _ in range(2):
-        for _ in range(num_microbatches):
-            branches = []
-            for branch, stream in zip(model, order, strict=True):
-                stream.wait_stream(gpu.home)
-                with gpu.on(stream):
-                    branches.append(_Branch.apply(branch(torch.ones(2, 8)).square(), stream))
-            gpu.home.wait_stream(side)
-            sum(out.sum() for out in branches).backward()
-            gpu.current = gpu.home
-        optimizer.step()
-        optimizer.zero_grad()
-        side.wait_stream(gpu.home)
-    assert not gpu.errors, gpu.errors
 
 
 def test_gradients_of_one_stream_cost_no_event(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:

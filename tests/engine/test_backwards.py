@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from zc.engine.backwards import Backwards
+from zc import torch_private
+from zc.engine.backwards import Backwards, drop_failed
 
 
 class _Calls(torch.autograd.Function):
@@ -59,6 +61,20 @@ def test_a_backward_raises() -> None:
     assert backwards.is_any_open and backwards.has_raised()
     backwards.forget_raised()
     assert not backwards.is_any_open and not ended
+
+
+def test_autograd_drops_a_backward_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the thread of a device does, which the caller's error does not wait for."""
+    held, failed = list[Callable[[], None]](), list[int]()
+    monkeypatch.setattr(torch_private, "queue_callback", held.append)
+    backwards = Backwards(lambda: failed.append(1))
+    _backward(lambda: backwards.begin(lambda: None))
+    assert not backwards.has_raised()
+    thread = threading.Timer(0.05, held.clear)
+    thread.start()
+    drop_failed()
+    thread.join()
+    assert failed == [1]
 
 
 def test_the_outermost_backward_ends_last() -> None:

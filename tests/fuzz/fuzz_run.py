@@ -6,6 +6,7 @@
 --out out/fuzz                folder for verdicts.txt and what failed: <seed>.json (as drawn), <seed>.py (small)
 --shrink 20                   how many failures are made small
 --replay FILE.json            runs kept programs again
+--device simulated            on the device of tests/simulated_device, every read and write checked
 """
 
 from __future__ import annotations
@@ -44,16 +45,25 @@ def main() -> int:
     parser.add_argument("--shrink", type=int, default=20)
     parser.add_argument("--replay", type=Path, nargs="*")
     parser.add_argument("--side", choices=("zc", "ddp"), default="zc")
+    parser.add_argument("--device", choices=("cpu", "simulated"), default="cpu")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     without = frozenset(filter(None, arguments.without.split(",")))
     only = frozenset(filter(None, arguments.only.split(",")))
+    if arguments.device == "simulated":
+        sys.path.insert(0, str(HERE.parent / "simulated_device"))
+        import device_fuzz
+
+        device_fuzz.use()
+        without |= device_fuzz.WITHOUT
     if unknown := only - fuzz_options.GROUPS.keys():
         parser.error(f"--only {','.join(sorted(unknown))}: the groups are {', '.join(fuzz_options.GROUPS)}")
     if arguments.replay:
         programs = [Program.from_json(path.read_text()) for path in arguments.replay]
     else:
         programs = [fuzz_draw.draw(arguments.first + k, without, only) for k in range(arguments.programs)]
+    if arguments.device == "simulated":
+        programs = [program for program in programs if device_fuzz.takes(program)]
     try:
         failed = run_all(programs, arguments.side, arguments.out)
         make_small(failed[: arguments.shrink] if arguments.side == "zc" else [], arguments.out)

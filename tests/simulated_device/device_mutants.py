@@ -128,7 +128,7 @@ MUTANTS: Sequence[Mutant] = (
         BRANCHES_3,
     ),
     Mutant(
-        "the host asks what was written", WHOLE, 'asks = bucket.device.type == "cpu" or', "asks = True or", Scenario(3),
+        "the host asks what was written", WHOLE, 'return bucket.device.type == "cpu" or', "return True or", Scenario(3),
         shows="wait",
     ),
     Mutant(

@@ -119,6 +119,7 @@ def _device_module(compiled: Any) -> types.ModuleType:
     module.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
     module.get_amp_supported_dtype = lambda: [torch.float16, torch.bfloat16, torch.float32]
     module.Stream, module.Event = torch.Stream, torch.Event
+    module.stream = lambda stream: contextlib.nullcontext() if stream is None else stream
     return module
 
 

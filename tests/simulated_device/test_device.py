@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
+import itertools
+import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +15,12 @@ import torch
 import torch.distributed as dist
 from device_ranks import needs_device, run_on_device
 from harness import RanksFailed
+from torch import Tensor
 
 pytestmark = needs_device
+KERNELS = str(Path(__file__).resolve().parents[1] / "kernels")
+if KERNELS not in sys.path:
+    sys.path.insert(0, KERNELS)
 
 
 def _said(races: list[Any]) -> list[str]:
@@ -218,6 +226,86 @@ def _backward(rank: int, world_size: int) -> Any:
 
 def test_a_backward_runs_in_the_thread_of_the_device_on_the_stream_of_its_forward() -> None:
     assert run_on_device(_backward, 1) == [([2.0] * 4, True, True, [])]
+
+
+def _inference(rank: int, world_size: int) -> Any:
+    import simulated
+
+    x = torch.eye(4, device="sim")
+    with torch.inference_mode():
+        y = x @ x + x
+        y.mul_(2)
+        torch.sum(y, 0, out=y.new_empty(4))
+        dist.all_reduce(y, async_op=True).wait()
+        rows = y.new_empty(4 * world_size, 4)
+        dist.all_gather_into_tensor(rows, y)
+    return rows.is_inference(), rows.sum().item(), _said(simulated.races())
+
+
+def test_operators_and_collectives_in_inference_mode() -> None:
+    """Threads that are in no such mode write the tensors."""
+    assert run_on_device(_inference, 2) == [(True, 64.0, [])] * 2
+
+
+def _layer(rank: int, world_size: int, layer: torch.nn.Module, x: Tensor) -> list[float]:
+    losses, there = [], copy.deepcopy(layer).to("sim")
+    for module, batch in ((layer, x), (there, x.to("sim"))):
+        loss = module(batch).float().square().mean()
+        loss.backward()
+        module.eval()
+        with torch.no_grad():
+            losses += [float(loss), float(module(batch).float().square().mean())]
+    pairs = zip(layer.parameters(), there.parameters(), strict=True)
+    gradients = [float((a.grad - b.grad.cpu()).abs().max()) for a, b in pairs]  # type: ignore[operator, union-attr]
+    return [*gradients, abs(losses[0] - losses[2]), abs(losses[1] - losses[3])]
+
+
+@pytest.mark.parametrize(
+    ("layer", "x"),
+    [
+        (torch.nn.Conv2d(2, 3, 3, padding=1), torch.randn(2, 2, 5, 5)),
+        (torch.nn.BatchNorm1d(4), torch.randn(3, 4)),
+        (torch.nn.LayerNorm(4, dtype=torch.bfloat16), torch.randn(3, 4, dtype=torch.bfloat16)),
+    ],
+    ids=lambda case: type(case).__name__,
+)
+def test_layers_whose_kernels_differ_between_devices(layer: torch.nn.Module, x: Tensor) -> None:
+    assert max(run_on_device(_layer, 1, layer, x)[0]) < 1e-5
+
+
+def _sums_of_rows(rank: int, world_size: int) -> Any:
+    import comparisons
+    import simulated
+
+    from zc.kernels import reduce_rows
+
+    is_narrow = []
+    cases = itertools.product((1, 2, 3), (torch.float32, torch.bfloat16), (False, True), (False, True))
+    for num_rows, wire, add, keeps_rows in cases:
+        before = simulated.install().side_allocations()
+
+        def run(rows: Tensor, out: Tensor, scale: float, add: bool, *, keeps_rows: bool = keeps_rows) -> None:
+            side, current = torch.Stream("sim"), torch.accelerator.current_stream()
+            kept = rows.clone()
+            side.wait_stream(current)
+            with side:
+                reduce_rows(rows, out, scale=scale, add=add, keeps_rows=keeps_rows)
+            current.wait_stream(side)
+            if keeps_rows:
+                comparisons.assert_bits(rows, kept)
+
+        comparisons.check_reduce(run, "sim", num_rows, 1000, wire, scale=1 / num_rows, add=add)
+        if simulated.install().side_allocations() != before:
+            is_narrow.append((num_rows, wire, add, keeps_rows))
+    return is_narrow, _said(simulated.races())
+
+
+def test_sums_of_rows_allocate_on_a_side_stream_where_they_must() -> None:
+    """Where rows are narrower than the sum, or must stay. Bits are those of the kernel's own tests."""
+    b16, f32 = torch.bfloat16, torch.float32
+    narrow = [(n, b16, True, keeps_rows) for n in (1, 2, 3) for keeps_rows in (False, True)]
+    [(allocating, races)] = run_on_device(_sums_of_rows, 1)
+    assert set(allocating) == {*narrow, (2, f32, True, True), (3, f32, True, True)} and not races
 
 
 def _devices(rank: int, world_size: int) -> Any:

@@ -9,24 +9,32 @@ import itertools
 from collections.abc import Iterator
 
 import pytest
+import torch
 from device_ranks import needs_device, run_on_device
-from scenarios import Scenario, Seen, train
+from scenarios import STREAMS, Scenario, Seen, train, train_all
 from tiers import FULL
 
 pytestmark = [needs_device, pytest.mark.filterwarnings("ignore")]
 
 HOST, OVERLAP = {"offload": "cpu"}, {"overlap_gather": True}
 ONE = {"bucket_nbytes": 100_000}  # one bucket
-STREAMS = ("forward on a side", "backward on a third", "all on a side", "update on a side", "backward from elsewhere")
 OTHERS = ("no_sync", "evaluation", "state", "scaler", "closed", "dropped", "cleared between", "norms on two streams")
+BF16 = {"param_dtype": torch.bfloat16}
+# Where zc's streams allocate: a sum of bf16 rows that is added to another one, and no kernel of Triton's.
+NARROW = {("backward", "")}
 LATE = tuple({kind: 1000} for kind in ("default", "high", "side", "group"))
 
 COVER: dict[int, list[Scenario]] = {
     1: [
         Scenario(stage=1, loop="backward on a third", clips="zc"),
         Scenario(stage=3, model="branches", loop="scaler"),
-        Scenario(stage=3, clips="zc"),
+        Scenario(stage=3, loop="evaluation", clips="zc"),
         Scenario(stage=3, backend="aot_eager", options=HOST, model="mlp"),
+        Scenario(stage=2, model="mlp", loop="on any streams", clips="zc"),
+        Scenario(stage=2, model="branches home first", options=ONE),
+        Scenario(stage=3, model="one branch", loop="penalty", options=ONE),
+        Scenario(stage=3, model="branches", loop="evaluation", options=ONE),
+        Scenario(stage=3, model="branches", loop="dropped in a forward", options=ONE),
     ],
     2: [
         Scenario(stage=1, backend="aot_eager", options=OVERLAP, model="mlp", late={"group": 1000}),
@@ -36,7 +44,7 @@ COVER: dict[int, list[Scenario]] = {
         Scenario(stage=2, loop="dropped", late={"group": 1000}),
         Scenario(stage=3, model="clamped", late={"default": 300}),
         Scenario(stage=3, model="mlp", loop="all on a side", is_other=True, late={"default": 300}),
-        Scenario(stage=3, backend="aot_eager", model="mlp", loop="evaluation", late={"group": 1000}),
+        Scenario(stage=3, backend="aot_eager", model="mlp", loop="evaluation", options=BF16, late={"group": 1000}),
     ],
 }
 
@@ -49,6 +57,9 @@ def _all(world_size: int) -> Iterator[Scenario]:
     for stage, backend, options in itertools.product(stages, backends, ({}, HOST, OVERLAP)):
         if not (stage == 3 and options is OVERLAP):
             yield Scenario(stage, backend, options=options, jitter=300, seed=1)
+    for stage in stages:
+        # no layer norm: the CPU's returns other dtypes than a device's
+        yield Scenario(stage, "eager", "mlp", options=BF16, late={"group": 1000})
     if world_size == 4:
         for stage in stages:
             yield Scenario(stage, "eager", options={"hosts": 2}, late={"group": 1000})
@@ -61,6 +72,12 @@ def _all(world_size: int) -> Iterator[Scenario]:
         if loop != "all on a side":
             yield Scenario(stage, "eager", "branches", loop, options=ONE, jitter=500, seed=seed)
             yield Scenario(stage, "eager", "branches", loop, late={"side": 1000}, seed=seed)
+    for stage in stages:
+        yield Scenario(stage, "eager", "mlp", "on any streams", clips="zc")
+        for loop in ("backward on a third", "backward from elsewhere", "on any streams"):
+            yield Scenario(stage, "eager", "unused", loop)  # a bucket is written where a backward ends
+        for model, num in itertools.product(("branches", "branches home first"), (1, 3)):
+            yield Scenario(stage, "eager", model, options=ONE, num_microbatches=num)
     for stage, options in itertools.product(stages, ({}, HOST)):
         yield Scenario(stage, "eager", "gpt_reentrant", options=options, jitter=300, is_other=True)
         yield Scenario(stage, "eager", "clamped", options=options, jitter=300)
@@ -83,6 +100,10 @@ def judge(world_size: int, scenario: Scenario, seen: list[Seen]) -> None:
         }
         if not scenario.offloads and scenario.loop != "state":
             assert not waits, f"rank {rank}: the host waits for the device in a step: {waits}"
+        # in a step that a graph captures, memory of a stream other than the caller's is of a pool of its own
+        if not scenario.has_own_streams:
+            allowed = set() if "param_dtype" not in scenario.options else NARROW
+            assert each.sides.keys() <= allowed, f"rank {rank}: zc's streams allocate: {each.sides}"
 
 
 @pytest.mark.parametrize(
@@ -92,3 +113,15 @@ def judge(world_size: int, scenario: Scenario, seen: list[Seen]) -> None:
 )
 def test_a_scenario(world_size: int, scenario: Scenario) -> None:
     judge(world_size, scenario, run_on_device(train, world_size, scenario))
+
+
+def test_the_loops_order_what_plain_pytorch_needs() -> None:
+    """A race in one of these would be the loop's. Of memory plain PyTorch makes its own: a gradient comes from the
+    stream of its backward, and is freed there while the update's may still read it."""
+    loops = [
+        Scenario(0, model=model, loop=loop)
+        for model, loop in itertools.product(("mlp", "branches"), ("plain", *STREAMS))
+        if (model, loop) != ("branches", "all on a side")
+    ]
+    for scenario, seen in zip(loops, run_on_device(train_all, 1, loops)[0], strict=True):
+        assert not [race for race in seen.races if "the allocator" not in race], scenario

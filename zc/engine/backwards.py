@@ -1,7 +1,8 @@
 """The backwards of autograd that run through one model.
 
 A backward ends with autograd's final callback. Autograd owns the callback, and drops it if the backward raises. So a
-weak reference to it tells whether the backward has raised; nothing else does. Backwards may be nested (reentrant
+weak reference to it tells whether the backward has raised; nothing else does. On a device a thread of autograd's drops
+it, perhaps after the caller has caught the error: `drop_failed` waits for that. Backwards may be nested (reentrant
 checkpointing): the outermost one ends last. No state is stored, each follows from the references::
 
                  begin                    the outermost one ends
@@ -13,6 +14,7 @@ checkpointing): the outermost one ends last. No state is stored, each follows fr
 from __future__ import annotations
 
 import itertools
+import time
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -20,6 +22,7 @@ from functools import partial
 from zc import torch_private
 
 _OF_ALL_MODELS: weakref.WeakValueDictionary[int, Backwards] = weakref.WeakValueDictionary()
+DROPPED_S = 5.0  # autograd's thread needs the GIL and some microseconds
 _NUMBERS = itertools.count()  # in the order of zc.compile, which is that of all ranks
 
 
@@ -62,6 +65,15 @@ class Backwards:
                 self._callbacks[number] = raised
             raise
 
+    def await_drops(self) -> None:
+        """Outside of a backward, none can run: waits until autograd has dropped the callbacks of those that raised.
+        Returns at once where there are none. The limit is for a program that runs a backward in another thread."""
+        if not self._callbacks or torch_private.current_graph_task() != -1:
+            return
+        end = time.monotonic() + DROPPED_S
+        while any(callback() is not None for callback in self._callbacks.values()) and time.monotonic() < end:
+            time.sleep(0.0001)  # without the GIL
+
     def has_raised(self) -> bool:
         """Whether one has raised. The thread of the watch asks, too."""
         return any(callback() is None for callback in list(self._callbacks.values()))
@@ -90,5 +102,6 @@ def drop_failed() -> None:
     """Called before a backward and an update: drops the gradients of backwards that raised, in any model of this
     process. A rank that had begun to reduce in such a model waits there for this one, and comes nowhere else."""
     for backwards in list(_OF_ALL_MODELS.values()):
+        backwards.await_drops()
         if backwards.has_raised():
             backwards._drop_failed()

@@ -124,6 +124,7 @@ class HostStep:
     def before(self, changed: tuple[int, ...]) -> None:
         """Called before the optimizer's step. Updates bucket by bucket if the optimizer allows that, and leaves nothing
         to the step itself. Otherwise waits for all gradients."""
+        start_momenta(self.optimizer)
         self._is_done = self._by_bucket and not self._scaler_on_host()
         if self.disk is not None:
             self.disk.begin_update()
@@ -230,5 +231,21 @@ def prefer_fused(optimizer: Any) -> None:
     traits = TRAITS.get(type(optimizer).__name__)
     for group in optimizer.param_groups if traits is not None and traits.has_fused else ():
         is_chosen = group.get("fused") is not None or group.get("foreach") or group.get("differentiable")
-        if not is_chosen:
+        if not is_chosen and not (group.get("momentum") and group.get("dampening")):  # `start_momenta`
             group["fused"] = True
+
+
+def start_momenta(optimizer: Any) -> None:
+    """torch's fused SGD wants momenta for all parameters that have a gradient, or for none: a parameter whose first
+    gradient comes later than others' gets zeros. Without dampening its momentum is then its first gradient, as in
+    torch's other forms."""
+    if not isinstance(optimizer, torch.optim.SGD):
+        return
+    for group in optimizer.param_groups:
+        if not group["fused"] or not group["momentum"] or group["dampening"]:
+            continue
+        with_grad = [p for p in group["params"] if p.grad is not None]
+        late = [p for p in with_grad if optimizer.state[p].get("momentum_buffer") is None]
+        if len(late) < len(with_grad):
+            for p in late:
+                optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)

@@ -88,7 +88,8 @@ class Messages(Route):
 
     def finish(self, bucket: Bucket, scratch: Tensor, total: Sum) -> None:
         count = 1 if self.is_native else self.ranks.world_size
-        _add(total, _view(scratch, count * total.out.numel(), self.hop.dtype(bucket)).view(count, -1), bucket)
+        rows = _view(scratch, count * total.out.numel(), self.hop.dtype(bucket)).view(count, -1)
+        _add(total, rows, bucket, keeps_rows=False)
 
     def gather(self, bucket: Bucket, whole: Tensor, shard: Tensor, scratch: Tensor | None, base: Tensor | None) -> None:
         wait(self.ranks.all_gather(whole, shard, GATHER, bucket.index))
@@ -236,11 +237,11 @@ class Replicas(Route):
         piece = torch.empty(sent.numel() // self.ranks.world_size, dtype=bucket.acc_dtype, device=sent.device)
         wait(self.ranks.all_to_all(rows, sent, bucket.index))
         pieces = rearrange(rows, "(replica piece) -> replica piece", replica=self.ranks.world_size)
-        _add(Sum(piece), pieces, bucket)
+        _add(Sum(piece), pieces, bucket, keeps_rows=False)
         wait(self.ranks.all_gather(out, piece, GATHER_SUMS, bucket.index))
 
     def finish(self, bucket: Bucket, scratch: Tensor, total: Sum) -> None:
-        _add(total, _view(scratch, total.out.numel(), bucket.acc_dtype).view(1, -1), bucket)
+        _add(total, _view(scratch, total.out.numel(), bucket.acc_dtype).view(1, -1), bucket, keeps_rows=False)
 
 
 class Routes:
@@ -296,13 +297,13 @@ class Routes:
                 return Messages(sharers.of_level(hop.among), hop, is_native=plan.reduce == "native")
 
 
-def _add(total: Sum, rows: Tensor, bucket: Bucket) -> None:
+def _add(total: Sum, rows: Tensor, bucket: Bucket, *, keeps_rows: bool = True) -> None:
     """``total`` [n] <- the sum of rows [ranks, n] in rank order, in the accumulator's dtype. A sum that travels on may
-    be narrower."""
+    be narrower. Without ``keeps_rows`` they are undefined afterwards."""
     out = total.out
     if out.dtype != bucket.acc_dtype:
         out = torch.empty_like(out, dtype=bucket.acc_dtype)
-    reduce_rows(rows, out, scale=total.scale, add=total.add)
+    reduce_rows(rows, out, scale=total.scale, add=total.add, keeps_rows=keeps_rows)
     if out is not total.out:
         total.out.copy_(out)
 

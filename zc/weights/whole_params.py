@@ -157,11 +157,9 @@ class WholeParams(Part):
             for bucket in map(core.plan.bucket, sorted(self.buckets)):
                 if not self._is_counted(bucket) and not self._is_unseen(bucket):
                     continue
-                # A shard's elements say nothing of the whole parameters that its rank updates, its owners'. On a device
-                # the host would wait for the answer, and `write_value` takes only what differs; with offload the host
-                # waits for it anyway.
-                asks = bucket.device.type == "cpu" or core.plan.offload is not None
-                if asks and bucket.layout.owners is None and not self._is_written(bucket):
+                # A shard's elements say nothing of the whole parameters that its rank updates, its owners'. Where the
+                # host may not ask, `write_value` takes only what differs.
+                if self._may_ask(bucket) and bucket.layout.owners is None and not self._is_written(bucket):
                     continue
                 came = self._encoded.get(bucket.index)
                 for slot, param in core.params_in(bucket):
@@ -172,16 +170,20 @@ class WholeParams(Part):
 
     def free_unwritten(self, buckets: Iterable[int]) -> None:
         """After a forward without gradients: frees ``buckets``. What it has written stays whole to the update, and so
-        does what a backward may read. All ranks call it."""
+        does what a backward may read. Where the host may not ask, what the forward may have written stays, too. All
+        ranks call it."""
         saved = self.saved(self.buckets)
         for bucket in map(self.core.plan.bucket, sorted(self.buckets.intersection(buckets) - saved)):
-            is_written = self._is_counted(bucket)
-            if not is_written and self._is_unseen(bucket):
+            if self._is_counted(bucket):
+                continue
+            if self._is_unseen(bucket):
+                if not self._may_ask(bucket):
+                    continue
                 # gathered again: all ranks must keep what they have written, also where it is in one rank's shard
                 came = self.gathered_once(bucket.index, is_exact=False) if bucket.index in self._lent else None
-                is_written = self._is_written(bucket, came)
-            if not is_written:
-                self.free([bucket.index])
+                if self._is_written(bucket, came):
+                    continue
+            self.free([bucket.index])
 
     def _is_counted(self, bucket: Bucket) -> bool:
         """Whether autograd has counted a write since the bucket became whole."""
@@ -191,6 +193,11 @@ class WholeParams(Part):
     def _is_unseen(self, bucket: Bucket) -> bool:
         """Whether the program may have written it without a count: what Dynamo leaves out finds plain parameters."""
         return bucket.index in self._lent or self.core.config.backend != "eager"
+
+    def _may_ask(self, bucket: Bucket) -> bool:
+        """Whether the host may ask what has been written. It would wait for a device, as it does anyway with
+        offload."""
+        return bucket.device.type == "cpu" or self.core.plan.offload is not None
 
     def _is_written(self, bucket: Bucket, came: Tensor | None = None) -> bool:
         """Whether the program has written an element of this rank's shard; with ``came`` [P], the bucket's values

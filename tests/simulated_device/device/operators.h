@@ -30,9 +30,11 @@ inline Tensor with_flags_of(const Tensor& tensor, Tensor twin) {
   if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) twin.unsafeGetTensorImpl()->set_wrapped_number(true);
   return twin;
 }
-// The same memory as a CPU tensor, for a kernel.
+// The same memory as a CPU tensor, for a kernel. It is an ordinary one in inference mode, too: the threads that write it
+// are in no such mode.
 inline Tensor opened(const Tensor& tensor) {
   if (!is_ours(tensor)) return tensor;
+  c10::InferenceMode off(false);
   const auto options = at::TensorOptions().dtype(tensor.dtype());
   if (!tensor.numel()) return with_flags_of(tensor, at::empty_strided(tensor.sizes(), tensor.strides(), options));
   return with_flags_of(tensor,
@@ -297,6 +299,12 @@ class Call {
     } catch (const std::exception&) {
       return false;
     }
+    // mean and deviation: the CPU's kernels, unlike others, have them in the dtype of the weight
+    if (name_ == "aten::native_layer_norm" && inferred_.size() == 3) {
+      const auto& typed = args_[2].isTensor() && args_[2].toTensor().defined() ? args_[2] : args_[0];
+      for (size_t k = 1; k < 3; ++k)
+        inferred_[k] = inferred_[k].toTensor().to(typed.toTensor().scalar_type());
+    }
     return true;
   }
 
@@ -343,7 +351,7 @@ class Call {
         if (is_apart[k])
           visit_tensors(args[args.size() - num + k], [&](const Tensor& result) {
             auto& to = *target++;
-            if (!result.defined() || !to.defined()) return;
+            if (!result.defined() || !to.defined() || !result.numel()) return;
             TORCH_CHECK(result.sizes() == to.sizes(), name, " has ", result.sizes(), ", its meta kernel said ",
                         to.sizes());
             if (to.numel()) to.copy_(result);
@@ -399,6 +407,10 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("set_.source_Storage_storage_offset", &set_strided);
   library.impl("set_.source_Tensor", &set_tensor);
   library.impl("record_stream", &record_stream);
+  // of these torch has forms for any device, which ask for other operators: they are the CPU's, too
+  library.impl("native_layer_norm", torch::CppFunction::makeFromBoxedFunction<&call>());
+  library.impl("convolution", torch::CppFunction::makeFromBoxedFunction<&call>());
+  library.impl("convolution_backward", torch::CppFunction::makeFromBoxedFunction<&call>());
   library.impl("_copy_from", &copy_from);
   library.impl("_copy_from_and_resize", &copy_from_and_resize);
   library.impl("_local_scalar_dense", &local_scalar);

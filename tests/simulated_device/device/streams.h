@@ -165,7 +165,7 @@ inline void Stream::push(Task task) {
 
 inline void Stream::run() {
   t_is_stream = true;
-  at::AutoDispatchBelowAutograd kernels_only;
+  at::AutoDispatchBelowADInplaceOrView kernels_only;  // nor versions, which inference tensors lack
   while (true) {
     std::pair<std::chrono::microseconds, Task> next;
     {
