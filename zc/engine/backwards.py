@@ -28,10 +28,11 @@ _NUMBERS = itertools.count()  # in the order of zc.compile, which is that of all
 
 class Backwards:
     """Only the thread that issues schedules changes it: autograd's during a backward, the caller's otherwise.
-    ``drop_failed`` drops the gradients of a backward that raised, and reduces what other ranks wait for."""
+    ``drop_failed`` drops the gradients of a backward that raised, and reduces what other ranks wait for.
+    ``drops_late``: autograd has threads of its own, as for a device."""
 
-    def __init__(self, drop_failed: Callable[[], object]) -> None:
-        self._drop_failed = drop_failed
+    def __init__(self, drop_failed: Callable[[], object], *, drops_late: bool = True) -> None:
+        self._drop_failed, self._drops_late = drop_failed, drops_late
         _OF_ALL_MODELS[next(_NUMBERS)] = self
         # by autograd's number of the backward; the thread of the watch reads a copy (`has_raised`)
         self._callbacks: dict[int, weakref.ref[Callable[[], None]]] = {}
@@ -68,7 +69,7 @@ class Backwards:
     def await_drops(self) -> None:
         """Outside of a backward, none can run: waits until autograd has dropped the callbacks of those that raised.
         Returns at once where there are none. The limit is for a program that runs a backward in another thread."""
-        if not self._callbacks or torch_private.current_graph_task() != -1:
+        if not self._drops_late or not self._callbacks or torch_private.current_graph_task() != -1:
             return
         end = time.monotonic() + DROPPED_S
         while any(callback() is not None for callback in self._callbacks.values()) and time.monotonic() < end:

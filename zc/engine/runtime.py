@@ -86,7 +86,8 @@ class Runtime(Core):
         super().__init__(config, buffers, group, streams, params)
         self.accumulators.on_deposit = self._deposit
         self.announcements = Announcements(self.accumulators, group)
-        self.backwards = Backwards(weakly(self._drop_failed))
+        on_device = any(bucket.device.type != "cpu" for bucket in self.plan.buckets)
+        self.backwards = Backwards(weakly(self._drop_failed), drops_late=on_device)
         self.deposits = Deposits(streams, self.backward_passes, self.accumulators)
         group.set_plan(self.plan)
         if group.journal is not None:
