@@ -28,13 +28,16 @@ MADE = {
 
 
 def takes(program: Any) -> bool:
-    """With offload on a device, a write through ``.data`` is undone (docs/offload.md): no such program."""
+    """Not what a device can't do as a CPU does: with offload a write through ``.data`` is undone (docs/offload.md), and
+    in stage 3 ranks exchange messages, so that all must run the same forwards."""
     import fuzz_models
 
     for part in program.parts:
         offloads = any(launch.options.get("offload") for launch in part.launches)
         writes = [op.args for op in part.ops if op.kind == "write" and op.args["data"]]
         if offloads and (writes or fuzz_models.has(part.model, *fuzz_models.WRITING)):
+            return False
+        if part.ranks_differ and any(launch.options["stage"] == 3 for launch in part.launches):
             return False
     return True
 
