@@ -225,8 +225,8 @@ class _Loop:
             return tuple(part.contiguous().pin_memory().to(self.device, non_blocking=True) for part in host)
 
     def _run_step_on_any(self, rank: int, step: int) -> None:
-        """Backward, update and zero_grad on each of three streams, in all combinations. The update is behind the
-        backward, and the next forward behind the update."""
+        """Backward, update and zero_grad on each of three streams, in all combinations. The update comes after
+        the backward, and the next forward after the update."""
         import simulated
 
         streams = (self.home, self.side, self.third)
