@@ -133,7 +133,7 @@ MUTANTS: Sequence[Mutant] = (
     ),
     Mutant(
         "gathers are read at once", "zc.weights.overlapped",
-        "            self._publish(bucket)([], self.core.streams)", "            pass", GATHERS,
+        "            self._publish(bucket)([], core.streams)", "            pass", GATHERS,
     ),
 )  # fmt: skip
 
