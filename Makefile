@@ -19,7 +19,7 @@ PY := $(if $(findstring /,$(PYTHON)),$(abspath $(PYTHON)),$(PYTHON))
 STAMP := build/installed$(subst /,-,$(PYTHON))
 endif
 
-.PHONY: demo api check test test-full test-device test-torch test-integrations fuzz lint types bench bench-quick bench-scale bench-peers tables models-table gpu-test gpu-first gpu-more gpu-bench venv clean
+.PHONY: demo api check test test-full test-device test-torch test-integrations mutants fuzz lint types bench bench-quick bench-scale bench-peers tables models-table gpu-test gpu-first gpu-more gpu-bench venv clean
 
 demo: $(STAMP)
 	$(PY) -m bench.demo --out out/demo $(ARGS)
@@ -44,6 +44,10 @@ test-full: $(STAMP)
 # Everything on the simulated device (tests/simulated_device): 1, 2 and 4 ranks, delays, and what is taken out of zc.
 test-device: $(STAMP)
 	ZC_TESTS=full $(PY) -m pytest tests/simulated_device $(ARGS)
+
+# Small edits to the source, and whether the tests of that room notice: a minute an edit, `make mutants ARGS="planning --count 20"`.
+mutants: $(STAMP)
+	$(PY) tests/source_mutants.py $(ARGS)
 
 # The suite against any torch: `make test-torch TORCH_VERSION=2.15.0 ARGS="tests/passes tests/plan"`. In an environment of its own,
 # build/torch-2.15.0; what ran comes into docs/versions.md.
