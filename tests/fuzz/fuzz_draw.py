@@ -62,7 +62,7 @@ def _part(
         if group is not None:
             options["backend"] = "eager"  # elsewhere zc says it, and goes on
     if fuzz_models.has(model, "clamped late"):
-        without = without | {"raise"}
+        without = without | {"raise", "penalty"}
     optimizer = fuzz_optimizers.draw(rng, without)
     if fuzz_optimizers.is_stacked(optimizer) or dtype == "bfloat16":  # frozen from the start it would stay in float32
         without = without | {"freeze", "thaw", "replace", "reset"}

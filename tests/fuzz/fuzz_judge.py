@@ -130,6 +130,7 @@ def _tells(kind: str, args: dict[str, Any]) -> bool:
 
 # (class, words) of refusals, and when a program may get one
 REFUSALS = (
+    ("PlanError", "is too small: the largest bucket", lambda p: _options(p, "weight_nbytes")),
     ("PlanError", "summed in float64", lambda p: p.dtype == "float64" and _options(p, "reduce_dtype")),
     ("ZcError", "ranks have a param.grad on different parameters", _nobody_has_told),
     # cleared through the optimizer's own tensors, which no param.grad shows until the next backward, then clipped

@@ -213,6 +213,8 @@ def check(program: Program) -> None:
         raise Illegal("ranks with other passes than each other, which write weights")
     if fuzz_models.has(model, "clamped late") and any(kind == "raise" for kind, _ in program.ops):
         raise Illegal("a backward that writes a weight, perhaps before it raises")
+    if fuzz_models.has(model, "clamped late") and any(args.get("penalty") for _, args in program.ops):
+        raise Illegal("a penalty on a weight that backwards write: the reference runs the ranks' one after the other")
     if any(kind == "buffers_written" for kind, _ in program.ops) and program.ranks_differ:
         raise Illegal("ranks with other numbers of forwards than rank 0, whose buffers they need")
     if aborted:
