@@ -278,7 +278,7 @@ class _Loop:
         with simulated.phase("backward"), self._on(third), elsewhere:
             loss.backward()
         if self.kind == "backward from elsewhere" and self.scenario.model == "branches":
-            self.home.wait_stream(self.third)  # which autograd has put behind the streams that gradients were made on
+            self.home.wait_stream(self.third)  # autograd has made it wait for the streams of the gradients
 
     @contextlib.contextmanager
     def _on(self, stream: torch.Stream | None) -> Iterator[None]:
