@@ -16,7 +16,6 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
 import comparisons as c
 import encoded
-from test_references import reduce
 
 from zc import kernels
 from zc.kernels.decode_blocks import decode_blocks_triton
@@ -84,7 +83,7 @@ def test_reduce_rows(world_size: int, wire: torch.dtype, add: bool) -> None:
     for numel in c.SIZES:
         for shift in (0, 1):
             scale = 1 / world_size
-            c.check_reduce(reduce, "cuda", world_size, numel, wire, scale=scale, add=add, shift=shift)
+            c.check_reduce(kernels.reduce_rows, "cuda", world_size, numel, wire, scale=scale, add=add, shift=shift)
 
 
 def test_sums_of_squares() -> None:
@@ -112,15 +111,15 @@ def test_sums_of_squares_past_the_range_of_int32() -> None:
 def test_kernels_run_on_the_current_stream_without_a_synchronisation() -> None:
     grads = [torch.ones(1000, device="cuda"), torch.ones(70, 30, device="cuda").t()]
     out, acc = torch.empty(5000, device="cuda"), torch.zeros(2500, device="cuda")
-    kernels.flatten_cast(out, grads, [0, 1024], 1.0)  # compiles outside
-    reduce(out.view(2, 2500), acc, 0.5, True)
+    kernels.flatten_cast(out, grads, [0, 1024])  # compiles outside
+    kernels.reduce_rows(out.view(2, 2500), acc, scale=0.5, add=True)
     kernels.sums_of_squares([out, acc])
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
         with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
-            kernels.flatten_cast(out, grads, [0, 1024], 1.0)
-            reduce(out.view(2, 2500), acc, 0.5, True)
+            kernels.flatten_cast(out, grads, [0, 1024])
+            kernels.reduce_rows(out.view(2, 2500), acc, scale=0.5, add=True)
             kernels.sums_of_squares([out, acc])
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -158,7 +158,7 @@ def check_reduce(run: Callable[..., None], device: str, world_size: int, numel: 
     if add:
         out.copy_(values((numel,), wide, device, seed=1))
         expected = out + expected
-    run(rows, out, scale, add)
+    run(rows, out, scale=scale, add=add)
     assert_bits(out, expected)
     assert_guards(storage, out)
 

@@ -26,10 +26,6 @@ from zc.kernels.encode_blocks import encode_blocks_reference
 ALL = (c.F32, c.B16, c.F16, c.F64)
 
 
-def reduce(rows: Tensor, out: Tensor, scale: float, add: bool) -> None:
-    kernels.reduce_rows(rows, out, scale=scale, add=add)
-
-
 def test_why_reference_gives_a_reason_where_there_is_no_gpu() -> None:
     reason = kernels.why_reference()
     assert (reason is None) == torch.cuda.is_available() or "triton" in str(reason)
@@ -94,7 +90,7 @@ def test_accumulate_cast(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8, 64])
 def test_reduce_rows(world_size: int, wire: torch.dtype, add: bool) -> None:
     for numel in c.SIZES if world_size == 2 else c.SIZES[:-1]:
-        c.check_reduce(reduce, "cpu", world_size, numel, wire, scale=1 / world_size, add=add, shift=numel % 2)
+        c.check_reduce(kernels.reduce_rows, "cpu", world_size, numel, wire, scale=1 / world_size, add=add, shift=numel % 2)
 
 
 def test_reduce_rows_accepts_an_output_between_rows() -> None:
