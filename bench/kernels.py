@@ -6,7 +6,7 @@
 Each case is checked against plain torch first: no number without a passing check. All runs of a case take turns, so
 that a slow spell of a shared machine falls on all of them. ``fraction`` is the copy's median time over the run's: 1.0
 is as fast as the memory copies, higher is better. A run that raises has its error in place of numbers. ``--sweep``
-varies the piece size of the references. The GPU's part has not run yet: it was written where there is none.
+varies the piece size of the references.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from bench.measure import commit, device_name
 from bench.report.rows import percentiles
 from zc import kernels
 from zc.kernels import _chunks
-from zc.kernels.flatten_cast import flatten_cast_reference
 
 Run = Callable[[], object]
 F32, B16 = torch.float32, torch.bfloat16
@@ -95,9 +94,7 @@ def flatten_case(nbytes: int, src: torch.dtype, dst: torch.dtype, device: torch.
     if device.type == "cuda":
         numel_chunk = sum(-(-g.shape[0] // 8) * (g.numel() // g.shape[0]) for g in grads)
         chunks = torch.empty(8, numel_chunk, dtype=dst, device=device)
-        compiled = torch.compile(flatten_cast_reference, dynamic=False)
         runs["chunk_cat"] = lambda: torch._chunk_cat(grads, dim=0, num_chunks=8, out=chunks)
-        runs["compiled reference"] = lambda: compiled(out, grads, offsets)
     return Case(f"flatten_cast {src}->{dst}", sum(g.nbytes for g in grads) + out.nbytes, runs, check)
 
 

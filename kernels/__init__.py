@@ -1,4 +1,5 @@
-"""Kernels for gradients and weights: each a torch reference (the CPU path) and a Triton kernel of the same meaning.
+"""Kernels for gradients and weights: each a torch reference (the CPU path) and a Triton kernel of the same meaning,
+except where torch's own operations are as good on a device.
 
 Every function checks its arguments first (``ValueError`` that names both values), writes into tensors that the caller
 owns, keeps no state, and knows tensors only: no ranks, no plan. Where Triton kernels can't run, the references run, and

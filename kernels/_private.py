@@ -14,6 +14,11 @@ def copy_all_(to: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
     torch._foreach_copy_(list(to), list(tensors))
 
 
+def add_all_(to: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+    """Adds each tensor to the one at its place. (``torch._foreach_add_``, as torch.optim uses it, 2.1 to 2.15.)"""
+    torch._foreach_add_(list(to), list(tensors))
+
+
 def views_of(flat: Tensor, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Views of ``flat``, one after another, each of the shape of a tensor (none empty): one call into C++ for all.
     (``torch._utils._unflatten_dense_tensors``, as DDP uses it; torch leaves it untyped.)"""

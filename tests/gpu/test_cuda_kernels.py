@@ -34,7 +34,7 @@ def test_the_kernels_run_and_not_the_references() -> None:
     """A comparison of a reference with itself would pass everywhere."""
     x = torch.ones(100, device="cuda")
     with mock.patch("zc.kernels._slots.launch") as launch:
-        kernels.flatten_cast(x, [], [])
+        kernels.accumulate_cast(x, [x.bfloat16()], [0])
     assert launch.called
 
 
@@ -45,7 +45,7 @@ def test_flatten_cast(dtype: torch.dtype) -> None:
         c.check_flatten(kernels.flatten_cast, "cuda", dtype, grads, offsets, numel, c.nearest, shift=shift)
 
 
-def test_flatten_cast_of_fp64_takes_the_reference() -> None:
+def test_flatten_cast_of_fp64() -> None:
     grads = c.mixed_grads(c.SIZES, (c.F64, c.F32), "cuda")
     c.check_flatten(kernels.flatten_cast, "cuda", c.F32, grads, *c.aligned(grads), c.nearest)
 
@@ -66,8 +66,9 @@ def test_flatten_cast_past_the_range_of_int32() -> None:
     assert out[2**31 + 1128 :].tolist() == [0.0] * 920
 
 
-def test_accumulate_cast() -> None:
-    grads = c.mixed_grads(SIZES, ALL, "cuda")
+@pytest.mark.parametrize("dtypes", [ALL, (c.F32,), (c.B16,)], ids=str)
+def test_accumulate_cast(dtypes: tuple[torch.dtype, ...]) -> None:
+    grads = c.mixed_grads(SIZES, dtypes, "cuda")
     for shift, (offsets, numel) in enumerate(c.layouts(grads)):
         c.check_accumulate(kernels.accumulate_cast, "cuda", c.F32, grads, offsets, numel, shift=shift)
 
@@ -110,8 +111,9 @@ def test_sums_of_squares_past_the_range_of_int32() -> None:
 
 def test_kernels_run_on_the_current_stream_without_a_synchronisation() -> None:
     grads = [torch.ones(1000, device="cuda"), torch.ones(70, 30, device="cuda").t()]
-    out, acc = torch.empty(5000, device="cuda"), torch.zeros(2500, device="cuda")
-    kernels.flatten_cast(out, grads, [0, 1024])  # compiles outside
+    halves = [grad.bfloat16() for grad in grads]
+    out, acc = torch.zeros(5000, device="cuda"), torch.zeros(2500, device="cuda")
+    kernels.accumulate_cast(out, halves, [0, 1024])  # compiles outside
     kernels.reduce_rows(out.view(2, 2500), acc, scale=0.5, add=True)
     kernels.sums_of_squares([out, acc])
     torch.cuda.synchronize()
@@ -119,6 +121,7 @@ def test_kernels_run_on_the_current_stream_without_a_synchronisation() -> None:
     try:
         with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
             kernels.flatten_cast(out, grads, [0, 1024])
+            kernels.accumulate_cast(out, halves, [0, 1024])
             kernels.reduce_rows(out.view(2, 2500), acc, scale=0.5, add=True)
             kernels.sums_of_squares([out, acc])
     finally:

@@ -24,7 +24,6 @@ from zc.kernels._triton import tl, triton
 from zc.kernels.accumulate_cast import accumulate_cast_triton
 from zc.kernels.decode_blocks import decode_blocks_triton
 from zc.kernels.encode_blocks import encode_blocks_triton
-from zc.kernels.flatten_cast import flatten_cast_triton
 from zc.kernels.reduce_rows import reduce_rows_triton
 from zc.kernels.sums_of_squares import BLOCK, PER_PROGRAM, sums_of_squares_triton
 
@@ -56,20 +55,11 @@ def test_this_is_the_interpreter_and_its_own_cast_truncates() -> None:
     assert exact_cast(x, tl.float32, tl.bfloat16, None)[0] == 0x3F81
 
 
-@pytest.mark.parametrize("dtype", TRAINING, ids=str)
-def test_flatten_cast(dtype: torch.dtype) -> None:
-    grads = c.mixed_grads((0, 1, 63, 1025, 9000), TRAINING, "cpu")
-    for offsets, numel in c.layouts(grads):
-        c.check_flatten(flatten_cast_triton, "cpu", dtype, grads, offsets, numel, c.nearest, shift=numel % 2)
-
-
-@pytest.mark.parametrize("dtype", TRAINING, ids=str)
-def test_transposed_gradients_go_in_tiles(dtype: torch.dtype) -> None:
+def test_transposed_gradients_go_in_tiles() -> None:
     grads = c.transposed(TRAINING, "cpu")
     assert all(fills_tiles(*collapse(grad)) for grad in grads)
     for offsets, numel in c.layouts(grads):
-        c.check_flatten(flatten_cast_triton, "cpu", dtype, grads, offsets, numel, c.nearest, shift=numel % 2)
-    c.check_accumulate(accumulate_cast_triton, "cpu", c.F32, grads, *c.aligned(grads))
+        c.check_accumulate(accumulate_cast_triton, "cpu", c.F32, grads, offsets, numel, shift=numel % 2)
 
 
 @pytest.mark.parametrize(
@@ -89,14 +79,14 @@ def test_what_fills_tiles(shape: tuple[int, ...], strides: tuple[int, ...], fill
     assert fills_tiles(*collapse(torch.empty_strided(shape, strides))) == fills
 
 
-def test_flatten_cast_of_a_million() -> None:
+def test_accumulate_cast_of_a_million() -> None:
     grads = [c.values((c.SIZES[-1],), c.B16)]
-    c.check_flatten(flatten_cast_triton, "cpu", c.F32, grads, [0], c.SIZES[-1] + 5000, c.nearest)
+    c.check_accumulate(accumulate_cast_triton, "cpu", c.F32, grads, [0], c.SIZES[-1] + 5000)
 
 
-def test_flatten_cast_of_nothing_is_zeros() -> None:
-    c.check_flatten(flatten_cast_triton, "cpu", c.B16, [], [], 100, c.nearest)
-    c.check_flatten(flatten_cast_triton, "cpu", c.B16, [], [], 0, c.nearest)
+def test_accumulate_cast_of_nothing() -> None:
+    c.check_accumulate(accumulate_cast_triton, "cpu", c.F32, [], [], 100)
+    c.check_accumulate(accumulate_cast_triton, "cpu", c.F32, [], [], 0)
 
 
 def test_accumulate_cast() -> None:

@@ -11,7 +11,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent))
 import comparisons as c
@@ -89,8 +88,9 @@ def test_accumulate_cast(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("wire", ALL, ids=str)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8, 64])
 def test_reduce_rows(world_size: int, wire: torch.dtype, add: bool) -> None:
+    scale = 1 / world_size
     for numel in c.SIZES if world_size == 2 else c.SIZES[:-1]:
-        c.check_reduce(kernels.reduce_rows, "cpu", world_size, numel, wire, scale=1 / world_size, add=add, shift=numel % 2)
+        c.check_reduce(kernels.reduce_rows, "cpu", world_size, numel, wire, scale=scale, add=add, shift=numel % 2)
 
 
 def test_reduce_rows_accepts_an_output_between_rows() -> None:
