@@ -7,6 +7,7 @@ compiled as the rest of any model. A run tells its block by the parameters that 
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -34,10 +35,11 @@ class Blocks:
         self._runtime = runtime
         self._plan: Plan | None = None  # of `_names`
         self._names: dict[int, str] = {}  # lasting storage of a parameter in a bucket -> its name
+        self._split = functools.cache(partial(split_name, members=self.positions))
 
     def split(self, name: str | None) -> tuple[str, str] | None:
         """A parameter's name as (member, name in it); None: it is outside of blocks."""
-        return None if name is None else split_name(name, self.positions)
+        return None if name is None else self._split(name)
 
     def member_of(self, params: Sequence[object]) -> str | None:
         """The one block of these parameters, or of tensors that share their memory (checkpointing detaches what a

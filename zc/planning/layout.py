@@ -56,7 +56,7 @@ class Slot:
     offset: int
     strides: tuple[int, ...] | None = None
 
-    @property
+    @cached_property
     def is_left(self) -> bool:
         """Whether its parameter has left the bucket: another one has its name now, or it lies in another bucket."""
         return self.name.startswith(LEFT)
@@ -64,11 +64,11 @@ class Slot:
     def __str__(self) -> str:
         return f"{self.name} {self.shape} at {self.offset}{'' if self.strides is None else f', strides {self.strides}'}"
 
-    @property
+    @cached_property
     def numel(self) -> int:
         return math.prod(self.shape)
 
-    @property
+    @cached_property
     def stop(self) -> int:
         return self.offset + self.numel
 

@@ -63,7 +63,7 @@ class Bucket:
         )
         return replace(self, layout=replace(self.layout, slots=slots))
 
-    @property
+    @cached_property
     def num_params(self) -> int:
         """Its slots that have a parameter."""
         return sum(not slot.is_left for slot in self.slots)

@@ -54,6 +54,7 @@ class Announcement:
         self._rows = self._row
         # The issuing thread and the comm stream's may both wait for it, and then set it to None.
         self._work: Work | None = None
+        self._is_same: bool | None = None  # not known before that
         # Reductions of this backward. The comm stream's thread counts; the issuing thread reads it after joining the
         # streams.
         self.num_started = 0
@@ -77,7 +78,9 @@ class Announcement:
             self._work = None
             if not threading.current_thread().name.startswith("zc "):  # a stream's
                 self._waits[self._kind].append(time.monotonic() - started)
-        return self._is_equal(*_WHAT)
+        if self._is_same is None:
+            self._is_same = self._is_equal(*_WHAT)
+        return self._is_same
 
     def all_at_end(self) -> bool:
         """Whether every rank is at the boundary, or at the end of a backward outside of no_sync."""
