@@ -92,9 +92,9 @@ def test_a_name_is_split_at_its_block() -> None:
 # --- buckets: blocks of 32 + 64 bytes between an embedding of 64 and a head of 128 ---
 
 
-def packed(nbytes: int | None, num_blocks: int = 5, device: str = "cpu") -> list[list[str]]:
+def packed(nbytes: int | None, num_blocks: int = 5) -> list[list[str]]:
     sizes = {"tokens": 16, **{f"blocks.{k}.{name}": n for k in range(num_blocks) for name, n in (("a", 8), ("b", 16))}}
-    specs = [ParamSpec(name, (n,), torch.float32, torch.device(device)) for name, n in (sizes | {"head": 32}).items()]
+    specs = [ParamSpec(name, (n,), torch.float32, torch.device("cpu")) for name, n in (sizes | {"head": 32}).items()]
     return [[slot.name for slot in bucket.slots] for bucket in plan_of(specs, nbytes, num_blocks).buckets]
 
 
@@ -128,18 +128,3 @@ def test_by_default_a_block_of_a_quarter_of_the_size_has_a_bucket_of_its_own(
 ) -> None:
     monkeypatch.setattr(planning, "default_nbytes", lambda sizes, least: default)
     assert [len(names) for names in packed(None) if names[0].startswith("blocks")] == counts
-
-
-@pytest.mark.parametrize("device", ["cuda", "xpu"])
-def test_by_default_a_device_has_a_bucket_for_each_block_up_to_its_largest_parameter(
-    monkeypatch: pytest.MonkeyPatch, device: str
-) -> None:
-    monkeypatch.setattr(planning, "default_nbytes", lambda sizes, least: 64)
-    parts = [[f"blocks.{k}.{name}"] for k in (4, 3, 2, 1, 0) for name in ("b", "a")]
-    assert packed(None, device=device) == [["head"], *(blocks(k) for k in (4, 3, 2, 1, 0)), ["tokens"]]
-    assert packed(None) == packed(64, device=device) == [["head"], *parts, ["tokens"]]
-
-
-def test_a_block_larger_than_the_weights_of_stage_3_may_be_is_split() -> None:
-    specs = [ParamSpec("w", (32,), torch.float32, torch.device("cuda"))]
-    assert [planning.block_limit_of(specs, 64, nbytes) for nbytes in (None, 256, 200, 100)] == [128, 128, 100, 64]

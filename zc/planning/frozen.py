@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from zc.planning.layout import ALIGN_NBYTES, flat_layout
-from zc.planning.packing import ParamSpec, block_limit_of, limit_of, split_at_blocks, with_strides
+from zc.planning.packing import ParamSpec, limit_of, split_at_blocks, with_strides
 from zc.planning.plan import FIRST_FROZEN, Bucket, Plan
 
 
@@ -32,8 +32,7 @@ def with_frozen(plan: Plan, params: Mapping[str, nn.Parameter], bucket_nbytes: i
     for dtype, specs in groups.items():
         align = ALIGN_NBYTES // dtype.itemsize
         nbytes = bucket_nbytes or limit_of(specs, weight_nbytes=plan.weight_nbytes)
-        block_nbytes = None if bucket_nbytes else block_limit_of(specs, nbytes, plan.weight_nbytes)
-        for members in split_at_blocks(specs, nbytes, plan.kinds, block_nbytes):
+        for members in split_at_blocks(specs, nbytes, plan.kinds, is_default=bucket_nbytes is None):
             shapes = [(spec.name, spec.shape) for spec in members]
             layout = flat_layout(shapes, plan.world_size, align, num_hosts, plan.num_replicas)
             layout = with_strides(layout, members)

@@ -100,12 +100,11 @@ def make_plan(
         least = BETWEEN_HOSTS_NBYTES if is_far else DEFAULT_NBYTES
         weight_nbytes = config.weight_nbytes if placement.shards_weights else None
         nbytes = config.bucket_nbytes or limit_of(specs, least, weight_nbytes)
-        block_nbytes = None if config.bucket_nbytes else block_limit_of(specs, nbytes, weight_nbytes)
         arrival = {spec.name: k for k, spec in enumerate(specs)}
         chunks: list[list[ParamSpec]] = []
         for number in sorted({spec.optimizer for spec in specs}):
             its_specs = [spec for spec in specs if spec.optimizer == number]
-            chunks += split_at_blocks(its_specs, nbytes, kinds, block_nbytes)
+            chunks += split_at_blocks(its_specs, nbytes, kinds, is_default=config.bucket_nbytes is None)
         for members in sorted(chunks, key=lambda members: arrival[members[-1].name]):
             number, shapes = members[0].optimizer, [(spec.name, spec.shape) for spec in members]
             num_hosts = topology.num_hosts if topology.has_levels else 1
@@ -149,22 +148,12 @@ def limit_of(specs: Sequence[ParamSpec], least: int = DEFAULT_NBYTES, weight_nby
     return nbytes if weight_nbytes is None else min(nbytes, max(weight_nbytes // 2, 1))
 
 
-def block_limit_of(specs: Sequence[ParamSpec], bucket_nbytes: int, weight_nbytes: int | None) -> int:
-    """By default, the largest block that is one bucket. On a device it is as large as the largest parameter, which
-    costs no memory (`default_nbytes`): a bucket costs the host some 0.5 ms of a step, in which a fast device would have
-    done the block's whole work. A CPU's step waits longer for the last bucket, the larger it is."""
-    if specs[0].device.type == "cpu":
-        return bucket_nbytes
-    largest = max(spec.nbytes for spec in specs)
-    return max(bucket_nbytes, largest if weight_nbytes is None else min(largest, weight_nbytes // 2))
-
-
 def split_at_blocks(
-    specs: Sequence[ParamSpec], bucket_nbytes: int, kinds: Sequence[BlockKind], block_nbytes: int | None = None
+    specs: Sequence[ParamSpec], bucket_nbytes: int, kinds: Sequence[BlockKind], *, is_default: bool
 ) -> list[list[ParamSpec]]:
     """Splits parameters into buckets: whole blocks of one kind, as many as ``bucket_nbytes`` allows, the same part of
-    each block, or parameters outside of blocks. With ``block_nbytes``, a block of at least a quarter of
-    ``bucket_nbytes`` and at most ``block_nbytes`` gets its own bucket, which its compiled graph fills alone."""
+    each block, or parameters outside of blocks. With the default size, a block of at least a quarter of it gets its own
+    bucket, which its compiled graph fills alone."""
     positions = block_of(kinds)
     outside: list[ParamSpec] = []
     blocks: dict[tuple[int, int], list[ParamSpec]] = {}
@@ -178,10 +167,10 @@ def split_at_blocks(
     for kind in range(len(kinds)):
         members = [block for (number, _), block in blocks.items() if number == kind]
         largest = max((sum(spec.nbytes for spec in block) for block in members), default=1)
-        if largest > (block_nbytes or bucket_nbytes):
+        if largest > bucket_nbytes:
             chunks += [chunk for block in members for chunk in _split(block, bucket_nbytes)]
             continue
-        count = 1 if block_nbytes and 4 * largest >= bucket_nbytes else bucket_nbytes // largest
+        count = 1 if is_default and 4 * largest >= bucket_nbytes else bucket_nbytes // largest
         for start in range(0, len(members), count):
             chunks.append([spec for block in members[start : start + count] for spec in block])
     return chunks
