@@ -30,6 +30,7 @@ from zc import kernels
 from zc.kernels import _chunks
 
 Run = Callable[[], object]
+SPIN = 4_000_000  # clock cycles, some 2 ms
 F32, B16 = torch.float32, torch.bfloat16
 ALIGN = 64  # elements between slot starts, as zc.planning.layout packs them for bf16
 
@@ -187,13 +188,27 @@ def on_cpu(run: Run) -> Callable[[], float]:
 
 
 def on_cuda(run: Run) -> Callable[[], float]:
-    """As `on_cpu`, by two events; the function may be called when the device has run all of it."""
+    """As `on_cpu`, by two events; the function may be called when the device has run all of it. The device spins
+    first, so that all launches are queued before it begins: else its time is the host's, which took ten times as long
+    on an H200."""
     new_event: Any = partial(torch.cuda.Event, enable_timing=True)  # untyped in torch
     start, stop = new_event(), new_event()
+    torch.cuda._sleep(SPIN)
     start.record()
     run()
     stop.record()
     return lambda: float(start.elapsed_time(stop))
+
+
+def host_ms(run: Run, num_rounds: int) -> float:
+    """How long the host takes to queue a run, in ms."""
+    took = []
+    for _ in range(num_rounds):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        run()
+        took.append((time.perf_counter() - began) * 1e3)
+    return percentiles(took)[1]
 
 
 def times_of(runs: dict[str, Run], num_rounds: int, device: torch.device) -> dict[str, tuple[float, ...] | str]:
@@ -245,6 +260,8 @@ def rows(
                     row |= dict(zip(("p20_ms", "p50_ms", "p80_ms"), (round(t, 5) for t in time_ms), strict=True))
                     row["GB/s"] = round(case.nbytes_moved / time_ms[1] / 1e6, 1)
                     row |= {"fraction": round(copy[1] / time_ms[1], 3), "note": ""}
+                is_on_device = device.type == "cuda" and not row["note"]
+                row["host_ms"] = round(host_ms(case.runs[name], num_rounds), 5) if is_on_device else ""
                 yield row | about
             torch.compiler.reset()
 

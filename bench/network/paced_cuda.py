@@ -1,6 +1,6 @@
 """The paced group's line on CUDA: a stream of its own, and a one-thread kernel that watches the GPU's clock.
 
-Not run here yet: no GPU was at hand when it was written. Its kernels are compiled to PTX by the tests.
+Its kernels are compiled to PTX by the tests.
 """
 
 from __future__ import annotations

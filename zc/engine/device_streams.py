@@ -4,8 +4,6 @@ The host waits for no device in a forward or backward.
 
 With several ranks it waits for the *hosts* of other ranks, once per backward: the calling thread issues comm's tasks,
 and a reduction needs their announcements first (`zc.engine.announcements`). `zc.explain` counts these waits.
-
-It has not run on a GPU yet; tests/gpu has its tests.
 """
 
 from __future__ import annotations
