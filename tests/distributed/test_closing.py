@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -246,3 +247,74 @@ def test_a_model_that_was_saved_whole_says_what_it_is(tmp_path: Path) -> None:
     env = {**os.environ, "PYTHONPATH": folders}
     process = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True)
     assert process.returncode == 0 and b"saved whole" in process.stderr, process.stderr.decode()[-2000:]
+
+
+def _until(path: Path) -> None:
+    """As a program that has other things to do, outside of zc and of collectives."""
+    while not path.exists():
+        time.sleep(0.01)
+
+
+def _drops_and_idles(rank: int, world_size: int, how: str, folder: str) -> str:
+    """Job: rank 0 has a backward less, drops its model, and idles until rank 1 has its error. Python's collector alone
+    can free the model: it is in a cycle, or a stream still has a task of it when the program calls the collector."""
+    with environment(ZC_RANK_TIMEOUT="4"):
+        model, optimizer = trained(rank)
+    done, text = Path(folder, "done"), ""
+    if rank == 0:
+        of_model, may_end = weakref.ref(model), threading.Event()
+        if how == "stream":
+            runtime = zc.registry.sharded(model).runtime
+            runtime.streams.run_on("comm", lambda held=model, runtime=runtime: may_end.wait())  # type: ignore[misc]
+            del runtime
+        else:
+            gc.collect()
+            model.cycle = model
+        del model, optimizer
+        if how == "stream":
+            gc.collect()
+        may_end.set()
+        if how == "cycle":
+            assert of_model() is not None
+        _until(done)
+    else:
+        try:
+            mean_square(model, vectors()(rank, 1, 0)).backward()
+        except zc.ZcError as error:
+            text = f"{type(error).__name__}: {error}"
+        done.touch()
+    return text
+
+
+@pytest.mark.parametrize("how", ["cycle", "stream"])
+def test_a_model_that_was_dropped_and_not_collected_keeps_nobody_waiting(how: str, tmp_path: Path) -> None:
+    """The second is program 730077 of the fuzzer: rank 1 waited without end."""
+    text = run_ranks(_drops_and_idles, 2, how, str(tmp_path), timeout=60.0)[1]
+    assert "RankLostError: rank 0" in text and "it closed or dropped its compiled model" in text, text
+
+
+def _raises_and_idles(rank: int, world_size: int, folder: str) -> str:
+    """Job: a backward raises on rank 0, whose program catches that, keeps the model and does something else."""
+    with environment(ZC_RANK_TIMEOUT="4"):
+        model, optimizer = trained(rank)
+    done, text = Path(folder, "done"), ""
+    x, _ = vectors()(rank, 1, 0)
+    hidden = model[0](x.requires_grad_(True))
+    if rank == 0:
+        hidden.register_hook(_fail)
+        with pytest.raises(FloatingPointError):
+            model[1:](hidden).square().mean().backward()
+        _until(done)
+    else:
+        try:
+            model[1:](hidden).square().mean().backward()
+            optimizer.step()
+        except zc.ZcError as error:
+            text = f"{type(error).__name__}: {error}"
+        done.touch()
+    return text
+
+
+def test_a_program_that_stops_after_a_backward_that_raised_keeps_nobody_waiting(tmp_path: Path) -> None:
+    text = run_ranks(_raises_and_idles, 2, str(tmp_path), timeout=60.0)[1]
+    assert "RankLostError: rank 0" in text and "a backward raised there" in text and "zero_grad()" in text, text

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+import zc
 from zc import torch_private
 from zc.engine.backwards import Backwards, drop_failed
 
@@ -61,6 +62,33 @@ def test_a_backward_raises() -> None:
     assert backwards.is_any_open and backwards.has_raised()
     backwards.forget_raised()
     assert not backwards.is_any_open and not ended
+
+
+def test_whether_the_program_has_stopped_after_a_backward_that_raised() -> None:
+    """It has not, if it compiles a forward: that may take longer than the others' patience."""
+    backwards, seen = Backwards(lambda: None), list[bool]()
+    for _ in range(2):
+        with pytest.raises(FloatingPointError):
+            _backward(lambda: backwards.begin(lambda: None), _raise)
+        seen.append(backwards.has_stopped())
+        backwards.go_on()
+        seen.append(backwards.has_stopped())
+    assert seen == [True, False] * 2 and backwards.has_raised()
+
+
+def test_a_program_that_compiles_a_forward_has_not_stopped() -> None:
+    model = nn.Linear(4, 4)
+    zc.compile(model, torch.optim.SGD(model.parameters()), backend="aot_eager")
+    backwards, seen = zc.registry.sharded(model).runtime.backwards, list[bool]()
+    for rows in (2, 3):
+        x = torch.ones(rows, 4, requires_grad=True)
+        loss = model(x).sum()
+        seen.append(backwards.has_stopped())
+        x.register_hook(lambda _: _raise())
+        with pytest.raises(FloatingPointError):
+            loss.backward()
+        seen.append(backwards.has_stopped())
+    assert seen == [False, True] * 2
 
 
 def test_autograd_drops_a_backward_late(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -182,6 +182,52 @@ def test_a_collective_after_a_backward_that_raised_is_named_on_every_rank(
     assert f"rank 2 stands in {place}" in caplog.text and "A backward raised on rank 2" in caplog.text
 
 
+def test_a_rank_that_stops_after_a_backward_that_raised_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not one that calls zc again in time, or that waits for others."""
+    waiting = Waiting(monkeypatch, timeout=60)
+    plain, raised, waits = waiting.publish, [True], list[object]()
+    waiting.publish = lambda rank: plain(rank, *waits, has_raised=raised[0] and rank == 2)  # type: ignore[method-assign]
+    assert waiting.verdict(60, answer=(1, 2, 3)) is None
+    raised[0] = False
+    assert waiting.verdict(1, answer=(1, 2, 3)) is None
+    raised[0] = True
+    assert waiting.verdict(60, answer=(1, 2, 3)) is None
+    waits.append([waiting.journal.name, "('reduce', 0)", 1.0, False])
+    assert waiting.verdict(100, answer=(1, 2, 3)) is None
+    waits.clear()
+    text = str(waiting.verdict(70, answer=(1, 2, 3)))
+    assert "RankLostError: rank 2 has" in text and "a backward raised there" in text and "zero_grad()" in text, text
+
+
+def test_the_log_says_who_is_late(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Once for each wait: a program that keeps its model and has left the loop looks like one that reads data."""
+    waiting = Waiting(monkeypatch, timeout=60)
+    assert waiting.verdict(60, answer=(1, 2, 3)) is None and not caplog.text
+    for number in (1, 2):
+        assert waiting.verdict(100, answer=(1, 2, 3)) is None
+        said = [record.getMessage() for record in caplog.records]
+        assert len(said) == number and "rank 0 has waited for 61 s for rank 1, 2, 3, which answers" in said[-1], said
+        assert "or its program has left the loop. It waits in: ('reduce', 0)" in said[-1]
+        waiting.journal.waits[1] = Wait(("reduce", 0), waiting.now, False)
+
+
+def test_garbage_is_collected_where_others_wait_and_this_rank_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be a model that this rank has dropped. More seldom each time, since the rank may be late instead."""
+    waiting, ticks = Waiting(monkeypatch, timeout=600), list[float]()
+    monkeypatch.setattr(watch.gc, "collect", lambda: ticks.append(waiting.now - begun))
+    waiting.verdict(30, answer=(1, 2, 3))
+    assert not ticks, "it waits itself"
+    wait = waiting.journal.waits.pop(1)
+    for number in range(2):
+        waiting.verdict(2, answer=(1, 2, 3))  # nobody waits
+        begun, ticks[:] = waiting.now, []
+        waiting.store.set("alarm", "1")
+        waiting.verdict(30, answer=(1, 2, 3))
+        assert ticks == [4.0, 7.0, 13.0, 25.0], (number, ticks)
+        waiting.store.delete_key("alarm")
+    waiting.journal.waits[1] = wait
+
+
 def _raises(rank: int, world_size: int) -> list[bool]:
     """Job: whether the watch hears that a backward raised: before it, after it, and after zero_grad."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))

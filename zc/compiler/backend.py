@@ -49,6 +49,7 @@ def make_backend(runtime: Runtime, blocks: Blocks | None = None) -> Callable[...
 
     def zc_backend(gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
         param_grads.refuse_compiled_autograd()
+        runtime.backwards.go_on()
         if not runtime.ledger.graphs and runtime.config.backend == "inductor" and runtime.group.rank == 0:
             tell("compiles in the first step; ZC_LOG=info shows what is compiled, ZC_LOG=error hides this line")
         runtime.ledger.graphs.append(torch_private.compile_id())

@@ -34,8 +34,9 @@ class Backwards:
     def __init__(self, drop_failed: Callable[[], object], *, drops_late: bool = True) -> None:
         self._drop_failed, self._drops_late = drop_failed, drops_late
         _OF_ALL_MODELS[next(_NUMBERS)] = self
-        # by autograd's number of the backward; the thread of the watch reads a copy (`has_raised`)
+        # by autograd's number of the backward; the thread of the watch reads a copy (`has_stopped`)
         self._callbacks: dict[int, weakref.ref[Callable[[], None]]] = {}
+        self._survived: frozenset[int] = frozenset()  # by number: after these raised, the program has gone on
         self._last_deferred: int | None = None  # the last backward that left its announcement to the one around it
 
     @property
@@ -76,8 +77,17 @@ class Backwards:
             time.sleep(0.0001)  # without the GIL
 
     def has_raised(self) -> bool:
-        """Whether one has raised. The thread of the watch asks, too."""
+        """Whether one has raised."""
         return any(callback() is None for callback in list(self._callbacks.values()))
+
+    def has_stopped(self) -> bool:
+        """Whether one has raised, and the program has called nothing of zc since. The thread of the watch asks."""
+        callbacks, survived = list(self._callbacks.items()), self._survived
+        return any(callback() is None for number, callback in callbacks if number not in survived)
+
+    def go_on(self) -> None:
+        """The program compiles a forward, which may take longer than the others' patience. No backward runs."""
+        self._survived = frozenset(self._callbacks)
 
     def forget_raised(self) -> None:
         self._callbacks = {number: callback for number, callback in self._callbacks.items() if callback() is not None}

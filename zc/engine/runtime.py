@@ -114,8 +114,8 @@ class Runtime(Core):
             )
         if isinstance(self.streams, ThreadStreams):
             self.streams.wait_for = journal.wait_event  # a stream's thread may wait for such a rank
-        has_raised = weakly(self.backwards.has_raised)
-        journal.has_raised = lambda: bool(has_raised())  # the thread of the watch asks
+        has_stopped = weakly(self.backwards.has_stopped)
+        journal.has_raised = lambda: bool(has_stopped())  # the thread of the watch asks
 
     def grow(self, plan: Plan, params: dict[str, nn.Parameter]) -> None:
         """Takes in ``plan``, whose first buckets are the present ones, and the parameters of the others. Schedules that

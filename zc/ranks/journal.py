@@ -76,6 +76,7 @@ class Journal:
         # replaced as a whole by the thread that starts an exchange; the watch reads it, never an epoch with old entries
         self.record = Record(0, [])
         self.waits: dict[int, Wait] = {}  # by thread, which adds and removes its own; the watch copies it
+        self.long_wait: Wait | None = None  # the last one that the watch has put into the log
         # whether a backward has raised, and the program has called nothing of zc since; the watch calls it
         self.has_raised: Callable[[], bool] = bool
         self.exposed_s = 0.0  # the calling thread's: how long it has waited for exchanges since the last update

@@ -55,6 +55,11 @@ def has_closed(journal: Journal, state: RankState) -> bool:
     return journal.name not in state.records and state.newest.get(ranks, 0) >= journal.number
 
 
+def has_left_backward(state: RankState) -> bool:
+    """Whether this rank's program has left a backward by an error, and is neither in zc nor in a collective since."""
+    return state.has_raised and not state.waits
+
+
 def difference(journal: Journal, own_rank: int, rank: int, state: RankState) -> str | None:
     """The first exchange in which the journals of this rank and of ``rank`` differ."""
     mine, theirs = journal.record, state.records.get(journal.name)

@@ -8,9 +8,11 @@ rank keeps one journal per compiled model (zc/ranks/journal.py). Two things find
   ranks publish the journals and the waits of all their models. Every rank raises RankMismatchError if two journals
   differ, or if all ranks wait in different exchanges, perhaps of different models. A rank that does not answer for
   ``timeout`` seconds is lost, and the others raise RankLostError. A rank that answers but is late (it compiles, it
-  reads data) is waited for. The timeout is long because a rank that keeps Python's lock can't answer. A killed rank is
-  named sooner: the network reports it, or the kernel does to a rank of the same host. With NCCL the stream waits, not
-  the host, so the watch does not see it: a lost rank shows at the next announcement or boundary, where the host waits.
+  reads data) is waited for, and the log names it after ``timeout`` seconds. It is lost if it has left a backward by an
+  error and has called nothing of zc for so long. Its program may have dropped the model, so it collects garbage
+  meanwhile. The timeout is long because a rank that keeps Python's lock can't answer. A killed rank is named sooner:
+  the network reports it, or the kernel does to a rank of the same host. With NCCL the stream waits, not the host, so
+  the watch does not see it: a lost rank shows at the next announcement or boundary, where the host waits.
 - **The checksum** of the journal travels with the announcement before each update. It finds exchanges that complete
   although they differ.
 
@@ -23,6 +25,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import json
 import os
 import sys
@@ -39,11 +42,13 @@ from zc.log import log
 from zc.ranks import ending
 from zc.ranks.journal import STANDS_S, TICK_S, Journal
 from zc.ranks.process import Store, collective_of_the_caller, has_ended, publish_process
-from zc.ranks.verdicts import JOIN, Place, RankState, deadlock, difference, has_closed, ranks_in
+from zc.ranks.verdicts import JOIN, Place, RankState, deadlock, difference, has_closed, has_left_backward, ranks_in
 
+IDLE_S = 3.0  # others wait and this rank does not: then it collects garbage, and after twice as long again
 LOST_CONNECTION_S = 6.0  # patience with a silent rank that has ended, or after the network has reported an error
 _CLOSED = "it closed or dropped its compiled model"
 _AT_ITS_END = "its program came to its end"
+_RAISED = "a backward raised there, and its program has called nothing of zc's since"
 _WATCHES: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[Watch]] = weakref.WeakKeyDictionary()
 _ALL: weakref.WeakSet[Watch] = weakref.WeakSet()  # also of groups that the program has destroyed
 
@@ -62,8 +67,11 @@ class Watch:
         # only the watch's thread uses these
         self._own_state = RankState()  # as this rank has published it last
         self._beats: dict[tuple[int, str], tuple[int, float]] = {}  # by rank and journal: its beat, and since when
+        self._stopped: dict[int, float] = {}  # by rank: since when its program has left a backward by an error
         self._own_collective: tuple[str, float] | None = None  # the program's own, and since when
         self._has_set_alarm = False
+        self._idle_since: float | None = None  # others wait, and this rank does not
+        self._collects_after = IDLE_S
         self._broken_since: float | None = None
         # tells this watch's farewell from that of an earlier one, whose thread may end later
         token = str(time.time_ns())
@@ -137,6 +145,7 @@ class Watch:
         now, journals = time.monotonic(), self._open()
         is_stalled = any(journal.is_stalled(now) for journal in journals)
         if not (is_stalled or self._has_set_alarm or self.store.check(["alarm"])):
+            self._idle_since = None
             return
         for journal in journals:
             if self.store.check([f"failure/{journal.name}"]):
@@ -144,12 +153,14 @@ class Watch:
         journals = [journal for journal in journals if not journal.has_failed]
         stalled = [journal for journal in journals if journal.is_stalled(now)]
         self._publish(now, journals)
+        self._collect_if_idle(now)
         if stalled:
             self.store.set("alarm", str(self.rank))
             self._compare(stalled, now)
         elif self._has_set_alarm:
             self.store.delete_key("alarm")  # a rank that still waits sets it again
             self._beats.clear()
+            self._stopped.clear()
         self._has_set_alarm = bool(stalled)
 
     def _publish(self, now: float, journals: Sequence[Journal]) -> None:
@@ -161,15 +172,24 @@ class Watch:
         call = None if waits else collective_of_the_caller()
         if call is None or self._own_collective is None or self._own_collective[0] != call:
             self._own_collective = None if call is None else (call, now)
-        has_raised = False
+        # a rank that waits in zc itself has called it since, which ends a backward that raised
+        has_raised = not waits and any(journal.has_raised() for journal in journals)
         if self._own_collective is not None:
             call, since = self._own_collective
             waits = [Place("", call, now - since, is_call=True)]
-            # a rank that waits in zc itself has called it since, which ends a backward that raised
-            has_raised = any(journal.has_raised() for journal in journals)
         records = {journal.name: journal.record for journal in journals}
         self._own_state = RankState(self._own_state.beat + 1, records, self._newest, waits, has_raised)
         self.store.set(f"state/{self.rank}", self._own_state.to_json())
+
+    def _collect_if_idle(self, now: float) -> None:
+        """A model that the program has dropped in a cycle, or while a stream had a task of it, lives until Python's
+        collector comes. While the program idles nobody calls that, and the others would wait without end. Each time
+        after twice as long: this rank may be late instead, and a collection keeps Python's lock."""
+        if self._own_state.waits or self._idle_since is None:
+            self._idle_since, self._collects_after = now, IDLE_S
+        elif now - self._idle_since >= self._collects_after:
+            self._collects_after *= 2
+            gc.collect()
 
     def _read_states(self, stalled: Iterable[Journal]) -> dict[int, RankState]:
         """The states of the ranks that stalled models wait for, of those that these wait for, and so on."""
@@ -185,6 +205,7 @@ class Watch:
 
     def _compare(self, stalled: list[Journal], now: float) -> None:
         states = self._read_states(stalled)
+        self._stopped = {rank: self._stopped.get(rank, now) for rank in states if has_left_backward(states[rank])}
         for journal in stalled:
             others = [rank for rank in journal.ranks if rank != self.rank]
             texts = (difference(journal, self.rank, rank, states[rank]) for rank in others)
@@ -195,6 +216,9 @@ class Watch:
             silent = {rank: self._silence(journal, rank, states[rank], now) for rank in others}
             reasons = {rank: self._why_lost(journal, rank, states[rank], seconds) for rank, seconds in silent.items()}
             lost = {rank: why for rank, why in reasons.items() if why}
+            if not lost:
+                silent = {rank: now - self._stopped[rank] for rank in others if rank in self._stopped}
+                lost = {rank: _RAISED for rank, seconds in silent.items() if seconds > journal.timeout}
             if lost:
                 self.fail([journal.name], RankLostError, self._lost(journal, lost, min(silent[r] for r in lost)))
         if not any(journal.has_failed for journal in stalled):
@@ -202,6 +226,8 @@ class Watch:
             if verdict is not None:
                 names, text = verdict
                 self.fail(names, RankMismatchError, text)
+            else:
+                self._say_who_is_late(stalled, states, now)
 
     # --- what it finds ---
 
@@ -238,13 +264,30 @@ class Watch:
     def _lost(self, journal: Journal, lost: Mapping[int, str], silent_s: float) -> str:
         waits = [journal.words(wait.entry) for wait in list(journal.waits.values())]
         who = f"rank {next(iter(lost))} has" if len(lost) == 1 else f"ranks {', '.join(map(str, lost))} have"
-        has_left = any(why in (_CLOSED, _AT_ITS_END) for why in lost.values())
+        has_left, raised = any(why in (_CLOSED, _AT_ITS_END) for why in lost.values()), _RAISED in lost.values()
         return (
             f"{who} not answered for {silent_s:.0f} s ({'; '.join(dict.fromkeys(lost.values()))}), and rank "
             f"{self.rank} waits for it in: {', '.join(waits) or 'an exchange'}"
             + (f"; the network says: {journal.network_error}" if journal.network_error else "")
             + (f". Every rank must make as many updates as the others. {JOIN}" if has_left else "")
+            + (". After an error of a backward call optimizer.zero_grad(), or let the program end" if raised else "")
         )
+
+    def _say_who_is_late(self, stalled: Sequence[Journal], states: Mapping[int, RankState], now: float) -> None:
+        """Once for each wait that is longer than the model's patience: a program that has left its loop, and keeps the
+        model, looks like one that is late."""
+        for journal in stalled:
+            wait = min(list(journal.waits.values()), key=lambda wait: wait.since, default=None)
+            late = [str(rank) for rank in journal.ranks if not states[rank].waits]
+            if wait is None or not late or now - wait.since <= journal.timeout:
+                continue
+            if journal.long_wait is not wait:
+                journal.long_wait = wait
+                log.warning(
+                    "rank %d has waited for %.0f s for rank %s, which answers and is not in zc: it computes, compiles "
+                    "or reads data, or its program has left the loop. It waits in: %s",
+                    self.rank, now - wait.since, ", ".join(late), journal.words(wait.entry),
+                )  # fmt: skip
 
     def fail(self, names: Sequence[str], kind: type[ZcError], text: str) -> None:
         """Publishes a verdict on the models with journals of these ``names``. The first one counts on all ranks."""
