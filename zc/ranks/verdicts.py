@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from zc.ranks.journal import Journal, Record
+from zc.ranks.journal import Journal, Record, Wait
 
 FORWARDS = "with stage=3 or shard_frozen=True also the same forwards, those of an evaluation included"
 JOIN = "Where ranks have different numbers of batches, use zc.join"
@@ -33,6 +33,11 @@ class RankState:
     waits: Sequence[Place] = ()
     has_raised: bool = False  # a backward has, and nothing of zc was called since
 
+    @property
+    def has_stopped(self) -> bool:
+        """Whether the program has left a backward by an error, and is neither in zc nor in a collective since."""
+        return self.has_raised and not self.waits
+
     def to_json(self) -> str:
         return json.dumps(vars(self))
 
@@ -55,11 +60,6 @@ def has_closed(journal: Journal, state: RankState) -> bool:
     return journal.name not in state.records and state.newest.get(ranks, 0) >= journal.number
 
 
-def has_left_backward(state: RankState) -> bool:
-    """Whether this rank's program has left a backward by an error, and is neither in zc nor in a collective since."""
-    return state.has_raised and not state.waits
-
-
 def difference(journal: Journal, own_rank: int, rank: int, state: RankState) -> str | None:
     """The first exchange in which the journals of this rank and of ``rank`` differ."""
     mine, theirs = journal.record, state.records.get(journal.name)
@@ -76,6 +76,15 @@ def difference(journal: Journal, own_rank: int, rank: int, state: RankState) -> 
                 + FORWARDS
             )
     return None
+
+
+def late(journal: Journal, own_rank: int, states: Mapping[int, RankState], wait: Wait, seconds: float) -> str:
+    """For the log of a rank that has waited for so long, and has no verdict."""
+    ranks = ", ".join(str(rank) for rank in journal.ranks if not states[rank].waits)
+    return (
+        f"rank {own_rank} has waited for {seconds:.0f} s in {journal.words(wait.entry)}. Not in zc, though they answer, "
+        f"are ranks {ranks or '(none)'}: a rank computes, compiles or reads data, or its program has left the loop"
+    )
 
 
 def deadlock(states: Mapping[int, RankState], patience: float) -> tuple[list[str], str] | None:

@@ -42,7 +42,7 @@ from zc.log import log
 from zc.ranks import ending
 from zc.ranks.journal import STANDS_S, TICK_S, Journal
 from zc.ranks.process import Store, collective_of_the_caller, has_ended, publish_process
-from zc.ranks.verdicts import JOIN, Place, RankState, deadlock, difference, has_closed, has_left_backward, ranks_in
+from zc.ranks.verdicts import JOIN, Place, RankState, deadlock, difference, has_closed, late, ranks_in
 
 IDLE_S = 3.0  # others wait and this rank does not: then it collects garbage, and after twice as long again
 LOST_CONNECTION_S = 6.0  # patience with a silent rank that has ended, or after the network has reported an error
@@ -205,7 +205,7 @@ class Watch:
 
     def _compare(self, stalled: list[Journal], now: float) -> None:
         states = self._read_states(stalled)
-        self._stopped = {rank: self._stopped.get(rank, now) for rank in states if has_left_backward(states[rank])}
+        self._stopped = {rank: self._stopped.get(rank, now) for rank, state in states.items() if state.has_stopped}
         for journal in stalled:
             others = [rank for rank in journal.ranks if rank != self.rank]
             texts = (difference(journal, self.rank, rank, states[rank]) for rank in others)
@@ -278,16 +278,9 @@ class Watch:
         model, looks like one that is late."""
         for journal in stalled:
             wait = min(list(journal.waits.values()), key=lambda wait: wait.since, default=None)
-            late = [str(rank) for rank in journal.ranks if not states[rank].waits]
-            if wait is None or not late or now - wait.since <= journal.timeout:
-                continue
-            if journal.long_wait is not wait:
+            if wait is not None and now - wait.since > journal.timeout and journal.long_wait is not wait:
                 journal.long_wait = wait
-                log.warning(
-                    "rank %d has waited for %.0f s for rank %s, which answers and is not in zc: it computes, compiles "
-                    "or reads data, or its program has left the loop. It waits in: %s",
-                    self.rank, now - wait.since, ", ".join(late), journal.words(wait.entry),
-                )  # fmt: skip
+                log.warning("%s", late(journal, self.rank, states, wait, now - wait.since))
 
     def fail(self, names: Sequence[str], kind: type[ZcError], text: str) -> None:
         """Publishes a verdict on the models with journals of these ``names``. The first one counts on all ranks."""
