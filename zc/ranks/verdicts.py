@@ -82,7 +82,7 @@ def late(journal: Journal, own_rank: int, states: Mapping[int, RankState], wait:
     """For the log of a rank that has waited for so long, and has no verdict."""
     ranks = ", ".join(str(rank) for rank in journal.ranks if not states[rank].waits)
     return (
-        f"rank {own_rank} has waited for {seconds:.0f} s in {journal.words(wait.entry)}. Not in zc, though they answer, "
+        f"rank {own_rank} has waited for {seconds:.0f} s in {journal.words(wait.entry)}. Not in zc, but answering, "
         f"are ranks {ranks or '(none)'}: a rank computes, compiles or reads data, or its program has left the loop"
     )
 
