@@ -77,6 +77,11 @@ def test_blocks() -> None:
     encoded.check_all(encode_blocks_triton, decode_blocks_triton, "cuda")
 
 
+@pytest.mark.parametrize("narrow", [c.B16, c.F16, c.F32], ids=str)
+def test_copy_writes(narrow: torch.dtype) -> None:
+    c.check_copy_writes(kernels.copy_writes, "cuda", narrow, (*SIZES, 0))
+
+
 @pytest.mark.parametrize("add", [False, True])
 @pytest.mark.parametrize("wire", [*ALL, c.F64], ids=str)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8, 16, 17, 64])

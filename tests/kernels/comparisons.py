@@ -201,3 +201,29 @@ def assert_squares(sums: Tensor, tensors: Sequence[Tensor]) -> None:
     assert sums.device == tensors[0].device
     expected = torch.stack([x.cpu().double().square().sum() for x in tensors])
     torch.testing.assert_close(sums.cpu(), expected, rtol=1e-12, atol=0, equal_nan=True)  # also dtype and shape
+
+
+def check_copy_writes(run: Callable[..., None], device: str, narrow: torch.dtype, sizes: Sequence[int]) -> None:
+    """Masters of these sizes, a third of whose weights were written, then a NaN, an infinity and a -0.0 over 0.0."""
+    masters, weights, expected, storages = [], [], [], []
+    for k, size in enumerate(sizes):
+        master, storage = guarded(size, F32, device, shift=k % 2)
+        master.copy_(torch.randn(size, generator=torch.Generator().manual_seed(k)))
+        weight = master.to(narrow, copy=True)
+        is_written = torch.rand(size, generator=torch.Generator().manual_seed(k + 99)).to(device) < 0.3
+        weight[is_written] = 9.0
+        odd = torch.tensor([torch.nan, torch.nan, 1.0, torch.inf, -0.0], device=device)[:size]
+        master[: len(odd)] = torch.tensor([torch.nan, 1.0, torch.nan, torch.inf, 0.0], device=device)[:size]
+        weight[: len(odd)] = odd.to(narrow)
+        wanted = torch.where(is_written, weight.float(), master)
+        wanted[: len(odd)] = odd
+        for values, each in ((masters, master), (weights, weight), (expected, wanted), (storages, storage)):
+            values.append(each)
+    before = [master.to(narrow) for master in masters]
+    compared = [master.clone() for master in masters]
+    run(masters, weights, None)
+    run(compared, weights, before)
+    for master, other, wanted, storage in zip(masters, compared, expected, storages, strict=True):
+        assert_bits(master, wanted)
+        assert_bits(other, wanted)
+        assert_guards(storage, master)

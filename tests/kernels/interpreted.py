@@ -22,6 +22,7 @@ from tiers import FULL
 from zc.kernels._slots import collapse, fills_tiles
 from zc.kernels._triton import tl, triton
 from zc.kernels.accumulate_cast import accumulate_cast_triton
+from zc.kernels.copy_writes import copy_writes_triton
 from zc.kernels.decode_blocks import decode_blocks_triton
 from zc.kernels.encode_blocks import encode_blocks_triton
 from zc.kernels.reduce_rows import reduce_rows_triton
@@ -110,6 +111,12 @@ def test_reduce_rows_of_a_million() -> None:
 
 def test_blocks() -> None:
     encoded.check_some(encode_blocks_triton, decode_blocks_triton, encoded.LAYOUTS["runs"])
+
+
+@pytest.mark.parametrize("narrow", [c.B16, c.F16], ids=str)
+def test_copy_writes(narrow: torch.dtype) -> None:
+    c.check_copy_writes(copy_writes_triton, "cpu", narrow, (0, 1, 63, 1025, 0, 9000))
+    copy_writes_triton([torch.empty(0)] * 3, [torch.empty(0, dtype=narrow)] * 3, None)
 
 
 SQUARED = (0, 1, BLOCK - 1, BLOCK, BLOCK + 1, PER_PROGRAM, 0, PER_PROGRAM + 1, 2 * PER_PROGRAM + BLOCK + 5, 0)

@@ -14,6 +14,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from zc.kernels import Blocks
 from zc.kernels._slots import TILE_J, TILE_M
 from zc.kernels._triton import triton
 from zc.kernels.accumulate_cast import accumulate_cast_triton
+from zc.kernels.copy_writes import copy_writes_triton
 from zc.kernels.decode_blocks import decode_blocks_triton
 from zc.kernels.encode_blocks import encode_blocks_triton
 from zc.kernels.reduce_rows import GROUP, MOST_UNROLLED, reduce_rows_triton
@@ -58,6 +60,11 @@ def packed(dtypes: Sequence[torch.dtype] = DTYPES) -> None:
     grads = [torch.empty(100, 64, dtype=each) for each in dtypes]
     offsets, numel = c.aligned(grads)
     accumulate_cast_triton(torch.empty(numel), grads, offsets)
+
+
+def written(dtype: torch.dtype, has_before: bool) -> None:
+    weights = [torch.empty(100, dtype=dtype)]
+    copy_writes_triton([torch.empty(100)], weights, weights if has_before else None)
 
 
 def squared(dtypes: Sequence[torch.dtype]) -> None:
@@ -200,6 +207,7 @@ VARIANTS: dict[str, Callable[[], None]] = {
     "rows of one element": lambda: reduced(3, c.B16, numel=1),
     "rows far apart": far_apart,
     "one tensor": lambda: squared([c.F32]),
+    **{f"writes to {d}, {b}": partial(written, d, b) for d in (c.B16, c.F16) for b in (False, True)},
     "one gradient": lambda: packed([c.F32]),
 }
 
@@ -217,6 +225,7 @@ def test_the_count_sees_narrow_accesses() -> None:
 COUNTED: dict[str, Callable[[int], None]] = {
     "gradients": lambda n: packed([c.F32] * n),
     "tensors": lambda n: squared([c.F32] * n),
+    "weights": lambda n: copy_writes_triton([torch.empty(9)] * n, [torch.empty(9, dtype=c.B16)] * n, None),
     "rows": lambda n: reduced(n + 16, c.B16),
 }
 

@@ -134,7 +134,7 @@ def test_copy_writes(narrow: torch.dtype, numel: int) -> None:
     generator = torch.Generator().manual_seed(numel)
     master = torch.randn(numel + 3, generator=generator)[3:]  # begins in the middle of a word of 8 bytes
     params = master.to(narrow, copy=True)
-    kernels.copy_writes(before := master.clone(), params)
+    kernels.copy_writes([before := master.clone()], [params])
     assert torch.equal(before, master), "nothing was written"
     is_written = torch.rand(numel, generator=generator) < 0.3
     params[is_written] = 9.0
@@ -142,20 +142,24 @@ def test_copy_writes(narrow: torch.dtype, numel: int) -> None:
     wanted = torch.where(is_written, params.float(), master)
     master[: len(odd)] = torch.tensor([float("nan"), 1.0, float("nan"), float("inf"), 0.0])[:numel]
     params[: len(odd)], wanted[: len(odd)] = odd.to(narrow), odd
-    kernels.copy_writes(master, params)
+    kernels.copy_writes([master], [params])
     torch.testing.assert_close(master, wanted, rtol=0, atol=0, equal_nan=True)
     if numel > 10 and narrow.itemsize < 4:
         unwritten = master[5:][~is_written[5:]]
         assert not torch.equal(unwritten, unwritten.to(narrow).float()), "precision is kept"
 
 
+def test_copy_writes_of_several() -> None:
+    c.check_copy_writes(kernels.copy_writes, "cpu", c.B16, (0, 1, 63, 1025, _chunks.CHUNK + 7))
+
+
 def test_copy_writes_compares_with_what_was_there_before() -> None:
     master, before = torch.tensor([1.25, 2.25, 3.25]), torch.tensor([1.0, 2.0, 3.0])
     params = before.clone()
-    kernels.copy_writes(master, params, before)
+    kernels.copy_writes([master], [params], [before])
     assert master.tolist() == [1.25, 2.25, 3.25], "nothing was written"
     params[1] = 9.0
-    kernels.copy_writes(master, params, before)
+    kernels.copy_writes([master], [params], [before])
     assert master.tolist() == [1.25, 9.0, 3.25]
 
 
@@ -185,7 +189,7 @@ def test_a_difference_arrives_within_half_a_step() -> None:
 
 
 def test_copy_writes_refuses() -> None:
-    with pytest.raises(ValueError, match="weights has 4 elements, master 3"):
-        kernels.copy_writes(torch.zeros(3), torch.zeros(4))
+    with pytest.raises(ValueError, match=r"weights\[0\] has 4 elements, masters\[0\] 3"):
+        kernels.copy_writes([torch.zeros(3)], [torch.zeros(4)])
     with pytest.raises(ValueError, match="overlap"):
-        kernels.copy_writes(same := torch.zeros(3), same)
+        kernels.copy_writes([same := torch.zeros(3)], [same])

@@ -123,15 +123,22 @@ class ParamWrites:
         plan, buffers = self._core.plan, self._core.buffers
         if plan.placement.shards_weights:
             return
+        masters: list[Tensor] = []
+        weights: list[Tensor] = []
+        before: list[Tensor] = []  # where weights travel as differences, which all buckets do or none
         for bucket in plan.buckets:
             if not bucket.has_master and plan.offload is None:
                 continue  # the master is the parameter's own storage
             master: Tensor = buffers.master_shard[bucket.index]
-            weights = buffers.owned(buffers.flat_param[bucket.index], bucket)
-            if weights.device == master.device or self._is_counted(bucket):
-                self._core.wait_for_host_memory()  # the last update may still copy from the masters
-                before = buffers.published[bucket.index] if bucket.sends_differences else None
-                copy_writes(master, weights.to(master.device), before)
+            own = buffers.owned(buffers.flat_param[bucket.index], bucket)
+            if own.device == master.device or self._is_counted(bucket):
+                masters.append(master)
+                weights.append(own)
+                if bucket.sends_differences:
+                    before.append(buffers.published[bucket.index])
+        if masters:
+            self._core.wait_for_host_memory()  # the last update may still copy from the masters
+            copy_writes(masters, [own.to(masters[0].device) for own in weights], before or None)
 
     def _is_counted(self, bucket: Bucket) -> bool:
         """Whether autograd has seen a write since `remember`."""

@@ -45,13 +45,13 @@ def write_value(core: Core, bucket: Bucket, slot: Slot, value: Tensor, before: T
     if before is None:
         shard.copy_(flat[elements])
     elif shard.numel():
-        copy_writes(shard, flat[elements].contiguous(), before[elements])
+        copy_writes([shard], [flat[elements].contiguous()], [before[elements]])
     part = core.buffers.master_part(bucket, slot)
     if part is not None and part[0].numel():
         master, elements = part
         core.wait_for_host_memory()  # with offload the last update may still copy from the masters
         new = flat[elements].to(master.device, bucket.param_dtype).contiguous()
-        copy_writes(master, new, None if before is None else before[elements].to(master.device))
+        copy_writes([master], [new], None if before is None else [before[elements].to(master.device)])
 
 
 def rows_of(whole: Tensor, mesh: DeviceMesh | None) -> Tensor:
