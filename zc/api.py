@@ -156,7 +156,7 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
     check_initialized()
     ranks = ranks_of(mesh, group, reads_memory=is_on_cpu(model, device))
     with contextlib.ExitStack() as undo:
-        with ranks.raise_together():
+        with ranks.refuse_together():
             unset_params, unset_buffers = place(model, device, stage, undo)
             request = resolve(model, optimizer, config_options, ranks)
             undo.callback(request.discard)
@@ -169,7 +169,7 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
             fingerprint(model, request.config, request.assignment),
             "Make both from the same arguments on all ranks",
         )
-        with ranks.raise_together():  # the last point at which a rank can fail without others waiting for it
+        with ranks.refuse_together():  # the last point at which a rank can fail without others waiting for it
             runtime = _make_runtime(request, ranks)
             call = make_call(model, runtime, _make_buffer_sync(model, runtime))
         _undo_on_failure(undo, request, runtime)

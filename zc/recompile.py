@@ -47,7 +47,7 @@ def recompile(model: nn.Module) -> None:
 
 def _recompile(model: nn.Module, compiled: ShardedModel) -> None:
     runtime, config, ranks = compiled.runtime, compiled.runtime.config, compiled.runtime.group
-    with ranks.raise_together():
+    with ranks.refuse_together():
         if config.offload is not None:
             raise PlanError(
                 f"zc.recompile does not work with offload={config.offload!r} yet: unfreeze all parameters before "

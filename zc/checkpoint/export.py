@@ -113,7 +113,7 @@ def _export_model(path: Path, model: nn.Module, dtype: torch.dtype | None, shard
             for tensors in _in_files(copies, shard_nbytes):
                 folder.write(tensors)
             files = folder.finish()
-    written: list[Path] = channel.share(what, files)[0]
+    written: list[Path] = channel.group.gather_objects(files, what)[0]
     return written
 
 
@@ -229,8 +229,9 @@ def gather_parts(
 ) -> dict[str, dict[str, Any]]:
     """Gathers ``parts``, by parameter name, on rank 0 as whole tensors; an empty dict elsewhere. All ranks call it.
     ``what`` names them in errors."""
-    gather = partial(_gather, sharded_model, one, parts)
-    whole: dict[str, dict[str, Any]] = channel_of(sharded_model).call(f"gathering {what}", gather)
+    runtime, gather = sharded_model.runtime, partial(_gather, sharded_model, one, parts)
+    device = runtime.plan.buckets[0].device
+    whole: dict[str, dict[str, Any]] = runtime.group.call(f"gathering {what}", gather, device)
     return whole
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import platform
 import shutil
 import warnings
 from collections.abc import Callable
@@ -22,7 +21,7 @@ from typing import Any
 
 from zc.durable import exchange, sync_folder, write_synced
 from zc.errors import CheckpointError
-from zc.ranks.process import boot_id
+from zc.ranks.process import machine_id
 
 try:
     import fcntl
@@ -68,7 +67,7 @@ class Unfinished:
         with contextlib.suppress(OSError):  # a file system without locks: leftovers stay there
             if fcntl is not None:
                 fcntl.flock(self._owner, fcntl.LOCK_EX)
-                self._owner.write(_machine())  # after the lock: the owner of an empty file is about to lock it
+                self._owner.write(machine_id())  # after the lock: the owner of an empty file is about to lock it
                 self._owner.flush()
 
     def make_visible(self, info: dict[str, Any], keep: int | None) -> None:
@@ -134,20 +133,12 @@ def _has_ended(folder: Path) -> bool:
             machine = file.read()
     except OSError:
         return False  # locked, or about to be, or gone
-    if machine and machine != _machine():
+    if machine and machine != machine_id():
         warnings.warn(
             f"zc: {folder} is an unfinished checkpoint that another machine made: remove it if that job has ended",
             stacklevel=2,
         )
-    return machine == _machine()
-
-
-def _machine() -> str:
-    """The machine's boot id: all processes with the same one see each other's locks."""
-    try:
-        return boot_id()
-    except OSError:
-        return platform.node()
+    return machine == machine_id()
 
 
 def complete(folder: Path, warn: Callable[[str], None] = lambda text: None) -> list[tuple[int, Path]]:

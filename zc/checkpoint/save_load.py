@@ -159,7 +159,7 @@ def load(path: str | Path, model: nn.Module, optimizer: Optimizers) -> Any:
         target = make_target(model, sharded_model, reader.read_metadata(), str(path))
     planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
     read = channel.start(partial(dcp_load, target.items, storage_reader=reader, planner=planner, **channel.options))
-    channel.wait(read, what)
+    channel.group.wait_for(read, what)
     with channel.together(what), checkpoint_errors(what):
         read.result()
         check_groups(sharded_model, target)

@@ -8,6 +8,7 @@ RankLostError and abandons the thread.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import secrets
 import weakref
 from collections.abc import Callable, Iterator
@@ -16,7 +17,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException  # a BaseException
 
 from zc.errors import CheckpointError, ZcError
@@ -34,7 +34,8 @@ class Channel:
         self.pending: Saving | None = None  # until every rank knows its outcome
         what = "the first zc.save, zc.load or zc.full_optimizer_state of this model"
         self.data = self.group.new_group(text=what) if self.group.world_size > 1 else None
-        self.job: str = self.share(what, secrets.token_hex(8))[0]  # in the names of this model's unfinished folders
+        # in the names of this model's unfinished folders
+        self.job: str = self.group.gather_objects(secrets.token_hex(8), what)[0]
 
     @property
     def options(self) -> dict[str, Any]:
@@ -43,48 +44,16 @@ class Channel:
     def start(self, run: Callable[[], Any]) -> Call:
         return Call(run, self._device)
 
-    def wait(self, call: Call, what: str) -> None:
-        """Raises RankLostError if a rank that ``call`` waits for is gone; ``what`` says what this rank was doing."""
-        journal = self.group.journal
-        if journal is None:
-            call()
-            return
-        exposed_s = journal.exposed_s
-        try:
-            journal.wait(call, what, is_call=True)
-        finally:
-            journal.exposed_s = exposed_s  # no part of a training step
-
-    def call(self, what: str, run: Callable[[], Any]) -> Any:
-        """Returns ``run()``, which waits for other ranks."""
-        call = self.start(run)
-        self.wait(call, what)
-        return call.result()
-
-    def share(self, what: str, value: Any) -> list[Any]:
-        """Gathers every rank's value."""
-        if self.group.world_size == 1:
-            return [value]
-        values: list[Any] = [None] * self.group.world_size
-        self.call(what, partial(dist.all_gather_object, values, value, group=self.group.control))
-        return values
-
-    @contextmanager
-    def together(self, what: str) -> Iterator[None]:
+    def together(self, what: str) -> contextlib.AbstractContextManager[None]:
         """The body succeeds on all ranks, or raises on each: its own ZcError or TypeError where it raised one,
         CheckpointError with the text of the first such rank elsewhere."""
-        failure: Exception | None = None
-        try:
-            yield
-        except Exception as error:  # noqa: BLE001  (raised below, when the others know)
-            failure = error
-        failures = self.share(what, failure and f"{type(failure).__name__}: {failure}")
-        bad = [rank for rank, text in enumerate(failures) if text is not None]
-        if not bad:
-            return
-        if isinstance(failure, ZcError | TypeError):
-            raise failure
-        raise CheckpointError(f"{what} failed on rank {bad[0]}: {failures[bad[0]]}") from failure
+
+        def error_of(failure: Exception | None, rank: int, text: str) -> Exception:
+            if isinstance(failure, ZcError | TypeError):
+                return failure
+            return CheckpointError(f"{what} failed on rank {rank}: {text}")
+
+        return self.group.together(error_of, what)
 
 
 _CHANNELS: weakref.WeakKeyDictionary[ShardedModel, Channel] = weakref.WeakKeyDictionary()
@@ -132,7 +101,7 @@ class Saving:
     def finish(self) -> None:
         """This rank's part."""
         if self._channel is not None:
-            self._channel.wait(self._call, f"saving {self.path}")
+            self._channel.group.wait_for(self._call, f"saving {self.path}")
             self._call.result()
 
     def wait(self) -> Path:
@@ -143,7 +112,7 @@ class Saving:
             _UNDER_WAY.discard(self)
             what = f"saving {self.path}"
             try:
-                channel.wait(self._call, what)
+                channel.group.wait_for(self._call, what)
                 with channel.together(what), checkpoint_errors(what):
                     self._call.result()
             except (ZcError, RuntimeError) as error:

@@ -120,7 +120,7 @@ def _from_rank_0(sharded_model: ShardedModel, value: Any) -> Any:
     values, group = [value], sharded_model.runtime.group
     if group.world_size > 1:
         send = partial(dist.broadcast_object_list, values, group_src=0, group=group.control)
-        channel_of(sharded_model).call("sending the whole optimizer state", send)
+        group.call("sending the whole optimizer state", send)
     return values[0]
 
 

@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 
 from zc.checkpoint.folders import latest
 from zc.checkpoint.save_load import load, save
-from zc.checkpoint.saving import channel_of
 from zc.optim.assignment import Optimizers
 from zc.registry import sharded
 
@@ -32,7 +31,7 @@ def save_beside(folder: str | Path, name: str, model: nn.Module, optimizers: Opt
     last = latest(root)
     number = int(last.name) + 1 if last is not None else 0
     # a rank may see the folder late, on a shared file system
-    number = max(channel_of(sharded(model)).share(f"naming a checkpoint in {root}", number))
+    number = max(sharded(model).runtime.group.gather_objects(number, f"naming a checkpoint in {root}"))
     save(root / str(number), model, optimizers, keep=1)
 
 

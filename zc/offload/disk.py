@@ -147,7 +147,7 @@ class DiskState:
         """See `zc.flush_state`. ``prepare`` copies the caller's writes to parameters into the masters."""
         core, rank = self.core, self.core.group.rank
         (number,) = core.group.max_on_host([secrets.randbits(62) if rank == 0 else 0])
-        with core.group.raise_together():
+        with core.group.refuse_together():
             prepare()
             self.file.begin_update()
             for bucket in core.plan.buckets:

@@ -28,6 +28,7 @@ from zc.ranks.watch import Watch
 from zc.ranks.work import Call, Work, collective, messages
 
 _COMPILE = "zc.compile or zc.close"
+ErrorOf = Callable[[Exception | None, int, str], Exception]
 _FIRST_TAG = 0x7A63  # of the first messages between ranks, on the caller's group
 
 
@@ -98,7 +99,7 @@ class Control(Exchanges):
             self.topology = flat(self.world_size)
             if finds_neighbours:
                 self.topology, self._neighbours, note = find_hosts(
-                    self.rank, self.world_size, self._gather_objects, reads_memory
+                    self.rank, self.world_size, self.gather_objects, reads_memory
                 )
                 self.note = note if reads_memory else None
             if self._neighbours is not None:
@@ -111,18 +112,30 @@ class Control(Exchanges):
         assert group is not None, "a process group is initialised"
         return group
 
-    def _call(self, run: Callable[[], Any], text: str = _COMPILE, device: torch.device | None = None) -> Any:
-        """Calls ``run``, which blocks until all ranks answer, in a thread, whose device is ``device``, and returns its
-        result. The watch may raise meanwhile."""
-        assert self.journal is not None, "there are several ranks"
+    def call(self, text: str, run: Callable[[], Any], device: torch.device | None = None) -> Any:
+        """Returns ``run()``, which blocks until other ranks answer. It runs in a thread, whose device is ``device``, so
+        the watch may raise meanwhile. ``text`` says in errors what this rank was doing."""
         call = Call(run, device)
-        self.journal.wait(call, text, is_call=True)
+        self.wait_for(call, text)
         return call.result()
 
-    def _gather_objects(self, value: Any) -> list[Any]:
-        """Every rank's ``value``."""
+    def wait_for(self, call: Call, text: str) -> None:
+        """Raises RankLostError if a rank that ``call`` waits for is gone."""
+        if self.journal is None:
+            call()
+            return
+        exposed_s = self.journal.exposed_s
+        try:
+            self.journal.wait(call, text, is_call=True)
+        finally:
+            self.journal.exposed_s = exposed_s  # no part of a training step
+
+    def gather_objects(self, value: Any, text: str = _COMPILE) -> list[Any]:
+        """Every rank's ``value``, which is pickled."""
+        if self.world_size == 1:
+            return [value]
         values: list[Any] = [None] * self.world_size
-        self._call(lambda: dist.all_gather_object(values, value, group=self.control))
+        self.call(text, lambda: dist.all_gather_object(values, value, group=self.control))
         return values
 
     def new_group(
@@ -142,7 +155,7 @@ class Control(Exchanges):
         """
         assert self._process_groups is not None, "one rank needs no group"
         new = partial(self._process_groups.new, backend, timeout, device=device, **options)
-        group: dist.ProcessGroup = new() if backend == "nccl" else self._call(new, text, device)
+        group: dist.ProcessGroup = new() if backend == "nccl" else self.call(text, new, device)
         return group
 
     def keep_alive(self, tensor: Tensor) -> None:
@@ -162,23 +175,32 @@ class Control(Exchanges):
         self._neighbours = self.control = self.journal = None
 
     @contextlib.contextmanager
-    def raise_together(self) -> Iterator[None]:
-        """The body succeeds on all ranks, or raises on each: its own error where it failed, RankMismatchError
-        elsewhere."""
+    def together(self, error_of: ErrorOf, text: str = _COMPILE) -> Iterator[None]:
+        """The body succeeds on all ranks, or raises on each what ``error_of`` makes of this rank's own error, if it has
+        one, of the first rank that failed, and of the text of that rank's error."""
         failure: Exception | None = None
         try:
             yield
-        except Exception as error:  # noqa: BLE001  (raised again, when the others know)
+        except Exception as error:  # noqa: BLE001  (raised below, when the others know)
             failure = error
-        if self.world_size > 1 and self.max_on_host([int(failure is not None)])[0]:
-            texts = self._gather_objects(failure and f"{type(failure).__name__}: {failure}")
-            if failure is None:
-                rank = next(r for r, text in enumerate(texts) if text is not None)
-                raise RankMismatchError(
-                    f"rank {rank} refused its model or options, rank {self.rank} did not: {texts[rank]}"
-                )
-        if failure is not None:
-            raise failure
+        texts = self.gather_objects(failure and f"{type(failure).__name__}: {failure}", text)
+        rank = next((rank for rank, said in enumerate(texts) if said is not None), None)
+        if rank is None:
+            return
+        raised = error_of(failure, rank, texts[rank])
+        if raised is failure:
+            raise raised
+        raise raised from failure
+
+    def refuse_together(self) -> contextlib.AbstractContextManager[None]:
+        """The body refuses nothing, or raises on every rank: its own error where it refused, RankMismatchError
+        elsewhere."""
+
+        def error_of(failure: Exception | None, rank: int, text: str) -> Exception:
+            words = f"rank {rank} refused its model or options, rank {self.rank} did not: {text}"
+            return RankMismatchError(words) if failure is None else failure
+
+        return self.together(error_of)
 
     def set_plan(self, plan: Plan) -> None:
         """From here on the journal's entries are exchanges of ``plan``."""
@@ -273,7 +295,7 @@ class Control(Exchanges):
         low, high = self.max_on_host([-digest, digest], subject)
         if -low == high:
             return
-        gathered = self._gather_objects(list(lines))
+        gathered = self.gather_objects(list(lines))
         for rank, theirs in enumerate(gathered):
             for k in range(max(len(theirs), len(gathered[0]))):
                 here = gathered[0][k] if k < len(gathered[0]) else "(nothing)"

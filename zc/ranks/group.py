@@ -89,7 +89,7 @@ class Group(Control):
         self.replicas._between = ", between replicas"
         # otherwise it follows exchanges of `shard` on another stream, and one journal has no order of the two
         self.replicas._keeps_journal = self._shard.world_size == 1
-        topologies = self._gather_objects(str(self._shard.topology))
+        topologies = self.gather_objects(str(self._shard.topology))
         # all ranks need one plan, and all replicas one order of summation
         hosts = f"the ranks of `shard` lie on {' or '.join(dict.fromkeys(topologies))}"
         if len(set(topologies)) > 1:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import socket
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -17,7 +16,7 @@ from zc.planning.topology import Topology, flat
 from zc.ranks.links import Address, Links, Listener
 from zc.ranks.memory import Reader, let_siblings_read
 from zc.ranks.neighbours import Neighbours
-from zc.ranks.process import boot_id
+from zc.ranks.process import machine_id
 
 _TOKEN_NBYTES = 16
 Gather = Callable[[Any], Sequence[Any]]  # every rank's object, by rank; all ranks call it
@@ -82,11 +81,7 @@ def find_hosts(
 
 def _host() -> tuple[str, str]:
     """Identifies the host: equal on all of its ranks, and different for each of torchrun's nodes."""
-    try:
-        boot = boot_id()
-    except OSError:
-        boot = socket.gethostname()
-    return boot, os.environ.get("GROUP_RANK", "")
+    return machine_id(), os.environ.get("GROUP_RANK", "")
 
 
 def topology_of(hosts: Sequence[Any]) -> tuple[Topology, str | None]:

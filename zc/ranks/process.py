@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 import threading
 from pathlib import Path
@@ -44,9 +45,13 @@ def has_ended(store: Store, rank: int) -> bool:
     return state in "ZX" or start_time != fields[2]  # killed and not yet waited for; or another process has its PID
 
 
-def boot_id() -> str:
-    """Identifies this boot of this machine. Raises OSError where the kernel has none."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+def machine_id() -> str:
+    """Identifies this boot of this machine; its name where the kernel has no number of the boot. Processes of one
+    machine see each other's locks of files."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return socket.gethostname()
 
 
 def collective_of_the_caller() -> str | None:
@@ -65,7 +70,7 @@ def collective_of_the_caller() -> str | None:
 def _this_process() -> list[str]:
     """[boot and PID namespace, PID, start time]; empty where the system does not say."""
     try:
-        return [f"{boot_id()} {os.readlink('/proc/self/ns/pid')}", str(os.getpid()), _state("self")[1]]
+        return [f"{machine_id()} {os.readlink('/proc/self/ns/pid')}", str(os.getpid()), _state("self")[1]]
     except OSError:
         return []
 
