@@ -71,10 +71,8 @@ zc.passes.pipeline -> zc.passes.write_in_place
 zc.passes.verify -> zc.passes.residency
 zc.planning.hops -> zc.planning.wire
 zc.planning.nbytes -> zc.planning.wire
-zc.planning.packing -> zc.planning.blocks
 zc.planning.packing -> zc.planning.ownership
 zc.planning.packing -> zc.planning.wire
-zc.planning.plan -> zc.planning.blocks
 zc.planning.plan -> zc.planning.wire
 zc.ranks.control -> zc.ranks.hosts
 zc.ranks.control -> zc.ranks.neighbours

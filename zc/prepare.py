@@ -22,8 +22,9 @@ from zc.optim.kinds import is_elementwise, note_of, rule_of, try_out
 from zc.optim.param_writes import note_of_shared
 from zc.optim.trials import state_keys
 from zc.plan_checks import check_encodings, check_host, check_plan, check_replicas, check_scripts
-from zc.planning.blocks import BlockKind, find_kinds
+from zc.planning.blocks import find_kinds
 from zc.planning.frozen import with_frozen
+from zc.planning.kinds import BlockKind
 from zc.planning.layout import Rule, own_strides
 from zc.planning.packing import ParamSpec, make_plan
 from zc.planning.plan import Plan

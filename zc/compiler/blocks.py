@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from zc import torch_private
 from zc.engine.names import BlockPlaces, Places
-from zc.planning.blocks import BlockKind, block_of, split_name
+from zc.planning.kinds import BlockKind, block_of, split_name
 
 if TYPE_CHECKING:
     from zc.engine.runtime import Runtime

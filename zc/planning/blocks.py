@@ -16,23 +16,13 @@ compilation also compiles a repeated block once, and FSDP2 wraps each block.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 
 from torch import nn
 
+from zc.planning.kinds import BlockKind, block_of, split_name
+
 MIN_MEMBERS = 4  # fewer blocks are compiled with the rest of the model, since one schedule runs faster than several
-
-
-@dataclass(frozen=True)
-class BlockKind:
-    """``name`` of the class, and the blocks' fully qualified names in order of registration."""
-
-    name: str
-    members: tuple[str, ...]
-
-    def __str__(self) -> str:
-        return f"block kind {self.name}: {len(self.members)} blocks, {self.members[0]} to {self.members[-1]}"
 
 
 def find_kinds(model: nn.Module) -> tuple[BlockKind, ...]:
@@ -72,21 +62,6 @@ def matrices_around(model: nn.Module, kinds: Sequence[BlockKind]) -> frozenset[s
         for name, param in model.named_parameters()
         if kinds and param.dim() > 1 and split_name(name, members) is None and readers[id(param)] != {nn.Embedding}
     )
-
-
-def block_of(kinds: Iterable[BlockKind]) -> dict[str, tuple[int, int]]:
-    """By member name: the number of its kind, and its position among the members."""
-    return {member: (k, i) for k, kind in enumerate(kinds) for i, member in enumerate(kind.members)}
-
-
-def split_name(name: str, members: dict[str, tuple[int, int]]) -> tuple[str, str] | None:
-    """A parameter's name as (member, name inside the member); None for a parameter outside of blocks."""
-    end = name.find(".")
-    while end >= 0:
-        if name[:end] in members:
-            return name[:end], name[end + 1 :]
-        end = name.find(".", end + 1)
-    return None
 
 
 def _walk(module: nn.Module, prefix: str, uses: Counter[int], seen: set[int]) -> Iterator[BlockKind]:

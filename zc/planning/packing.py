@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from zc.planning.blocks import BlockKind, block_of, split_name
+from zc.planning.kinds import BlockKind, block_of, split_name
 from zc.planning.layout import ALIGN_NBYTES, FlatLayout, Rule, flat_layout, own_strides, whole_layout
 from zc.planning.ownership import COSTS, assign
 from zc.planning.plan import Bucket, Plan

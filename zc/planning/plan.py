@@ -11,8 +11,8 @@ from functools import cached_property
 
 import torch
 
-from zc.planning.blocks import BlockKind
 from zc.planning.hops import Hop, Into, Way, hops_to_gather, hops_to_reduce
+from zc.planning.kinds import BlockKind
 from zc.planning.layout import ALIGN_NBYTES, LEFT, FlatLayout, Slot, align_up
 from zc.planning.placement import Offload, Placement
 from zc.planning.topology import ALONE, Topology

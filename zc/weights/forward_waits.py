@@ -29,7 +29,7 @@ from torch import nn
 
 from zc import torch_private
 from zc.engine.part import Part
-from zc.planning.blocks import block_of, split_name
+from zc.planning.kinds import block_of, split_name
 from zc.planning.plan import Plan
 
 if TYPE_CHECKING:
