@@ -109,9 +109,11 @@ def shared(plan: Plan, rank: int | None) -> list[Room]:
     rooms.append(Room("arena", 1, plan.nbytes_arena if plan.sharded else 0, Lifetime.READS))
     rooms.append(Room("update", 1, max(map(plan.nbytes_update, buckets))))
     rooms.append(Room("staging", plan.num_staging, max(map(plan.nbytes_staging, buckets))))
-    casts = (_most_owned(b, rank) * b.param_dtype.itemsize for b in buckets if b.has_master)
-    rooms.append(Room("param", plan.num_staging, max(casts, default=0), on_host=True))
-    return [room for room in rooms if room.num and room.nbytes]
+    rooms = [room for room in rooms if room.num and room.nbytes]
+    casts = [_most_owned(b, rank) * b.param_dtype.itemsize for b in buckets if b.has_master]
+    if casts and plan.num_staging:  # also on a rank that owns nothing, where programs are the same
+        rooms.append(Room("param", plan.num_staging, max(casts), on_host=True))
+    return rooms
 
 
 def _most_owned(bucket: Bucket, rank: int | None) -> int:
