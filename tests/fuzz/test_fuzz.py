@@ -123,8 +123,8 @@ REFUSED = {"group_state", "group_state_by_shape"}
 
 def test_what_it_has_found_before_is_right() -> None:
     """Small programs that were wrong at 3bc0d56 and since: at 951e339 one_dropped, at f80740d those with launches,
-    buffers or zeros, at dd2efd5 raised_twice_apart and group_state_by_shape, at 22044d1 raised_in_another_model, at e5c1028
-    owner_of_nothing."""
+    buffers or zeros, at dd2efd5 raised_twice_apart and group_state_by_shape, at 22044d1 raised_in_another_model, at
+    e5c1028 owner_of_nothing."""
     paths = sorted((Path(__file__).parent / "kept").glob("*.json"))
     programs = [Program.from_json(path.read_text()) for path in paths]
     for program in programs:
