@@ -32,6 +32,7 @@ from torch.utils.hooks import RemovableHandle
 from zc.engine.names import Places
 from zc.engine.part import Part
 from zc.engine.program import Program
+from zc.kernels._private import copy_all_
 from zc.planning.plan import Plan
 from zc.schedule.buffer import Buffer
 from zc.schedule.nodes import put
@@ -208,12 +209,13 @@ class Weights(Part):
         core = self.core
         if not buckets:
             return
-        for index in buckets:
-            bucket = core.plan.buckets[index]
-            if bucket.has_master and (is_exact or not core.plan.encodes_gathers(bucket)):
-                shard = core.buffers.owned(core.buffers.flat_param[index], bucket)
-                shard.copy_(core.buffers.master_shard[index].detach())
-                core.buffers.remember_shard(bucket)
+        filled = (core.plan.buckets[index] for index in buckets)
+        of_masters = [b for b in filled if b.has_master and (is_exact or not core.plan.encodes_gathers(b))]
+        if of_masters:
+            shards = [core.buffers.owned(core.buffers.flat_param[bucket.index], bucket) for bucket in of_masters]
+            copy_all_(shards, [core.buffers.master_shard[bucket.index].detach() for bucket in of_masters])
+        for bucket in of_masters:
+            core.buffers.remember_shard(bucket)
         some = None if len(buckets) == len(core.plan.buckets) else frozenset(buckets)
         is_encoded = core.plan.encodes_gathers(core.plan.buckets[0])  # all are alike
         self._gather(is_exact=is_exact and is_encoded)([], core.streams, buckets=some)
