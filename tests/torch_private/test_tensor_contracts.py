@@ -363,6 +363,13 @@ def test_copies_cast() -> None:
     assert [t.tolist() for t in to] == [[1.0, 2.0], [[3.0, 3.0, 3.0]]]
 
 
+@contract("add_all_", "torch._foreach_add_")
+def test_sums_in_place() -> None:
+    to = [torch.ones(2), torch.ones(2, 2)]
+    kernels_private.add_all_(to, [torch.tensor([1.0, 2.0]), torch.tensor([[1.0, 2.0], [3.0, 4.0]]).t()])
+    assert [t.tolist() for t in to] == [[2.0, 3.0], [[2.0, 4.0], [3.0, 5.0]]]
+
+
 @contract("views_of", "torch._utils._unflatten_dense_tensors")
 def test_views_one_after_another() -> None:
     flat = torch.arange(8.0)
