@@ -398,15 +398,24 @@ def graph_breaks() -> dict[str, int]:
 @contextlib.contextmanager
 def before_compiling(call: Callable[[], None], after: Callable[[], None]) -> Iterator[None]:
     """Inside, ``call()`` runs before Dynamo compiles a frame, in any thread, and ``after()`` after it, before that code
-    runs.
+    runs. What one of them raises ends the compilation.
 
-    Relies on ``torch._dynamo.callback``, whose callbacks run around the compilation of a frame, also one that fails
-    (2.11 to 2.15).
+    Relies on ``torch._dynamo.callback``, whose callbacks run around the compilation of a frame, also one that fails, and
+    on its count of compilations under way (``__pending_callbacks_counter``). An end callback that raises leaves that
+    count one too high: no later compilation of the process would call back, and ``torch._dynamo.reset`` would raise.
+    (2.11 to 2.15.)
     """
     from torch._dynamo.callback import callback_handler
 
+    def end() -> None:
+        try:
+            after()
+        except BaseException:
+            vars(callback_handler)["_CompilationCallbackHandler__pending_callbacks_counter"] -= 1
+            raise
+
     first = callback_handler.register_start_callback(lambda _: call())
-    last = callback_handler.register_end_callback(lambda _: after())
+    last = callback_handler.register_end_callback(lambda _: end())
     try:
         yield
     finally:
@@ -449,9 +458,10 @@ def compiled_call(
 
 
 def _compiled(call: Callable[..., Any], backend: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """``call`` under torch.compile. Dynamo wraps what a backend raises; an error that the backend's own package defines
-    comes through as it is. (``BackendCompilerFailed.inner_exception``, 2.11 to 2.15.)"""
-    from torch._dynamo.exc import BackendCompilerFailed
+    """``call`` under torch.compile. Dynamo wraps what a backend or a callback of `before_compiling` raises; an error
+    that the backend's own package defines comes through as it is. (``BackendCompilerFailed.inner_exception``, and the
+    context of an ``InternalTorchDynamoError``, which is raised "from None"; 2.11 to 2.15.)"""
+    from torch._dynamo.exc import BackendCompilerFailed, InternalTorchDynamoError
 
     own = backend.__module__.partition(".")[0]
     call.__code__ = call.__code__.replace(co_name=f"call_{next(_NUMBERS)}")
@@ -460,9 +470,10 @@ def _compiled(call: Callable[..., Any], backend: Callable[..., Any], **options: 
     def run(*args: Any, **kwargs: Any) -> Any:
         try:
             return compiled(*args, **kwargs)
-        except BackendCompilerFailed as failed:
-            if type(failed.inner_exception).__module__.partition(".")[0] == own:
-                raise failed.inner_exception from None
+        except (BackendCompilerFailed, InternalTorchDynamoError) as failed:
+            error = failed.inner_exception if isinstance(failed, BackendCompilerFailed) else failed.__context__
+            if error is not None and type(error).__module__.partition(".")[0] == own:
+                raise error from None
             raise
 
     return run

@@ -126,7 +126,7 @@ def _timeouts(rank: int, world_size: int) -> list[float]:
         zc.compile(model, torch.optim.SGD(model.parameters()), backend="eager")
         runtime = zc.registry.sharded(model).runtime
         assert runtime.group.journal.watch.store.underlying_store is not torch_private.default_store()
-        assert runtime.notes == []
+        assert runtime.notes == [], runtime.notes
         for timeout, backend in ((None, "nccl"), (timedelta(minutes=3), "cpu:gloo,cuda:nccl")):
             ranks = Group(dist.new_group([0, 1], timeout=timeout, backend=backend))
             ranks.open_data(torch.device("cuda"))

@@ -214,7 +214,7 @@ class RankPool:
                 rank = open_ranks.pop(connection)  # type: ignore[arg-type]
                 try:
                     is_fine, payload = pickle.loads(connection.recv_bytes())  # type: ignore[union-attr]
-                except EOFError:
+                except (EOFError, ConnectionResetError):
                     is_fine, payload = False, f"died, exit code {rank.exit_code('wait')}\n{tail(rank.log)}"
                     must_rebuild = True
                 if is_fine:

@@ -88,6 +88,7 @@ def _serve(connection: Connection, stacks: str) -> None:
         except EOFError:
             return  # the session ended
         sys.path[:] = path
+        environment = dict(os.environ)
         is_fine, groups = True, []
         try:
             # lifetime: longer than the job's objects. A DDP module that is the last to hold the group ends it under the
@@ -100,6 +101,8 @@ def _serve(connection: Connection, stacks: str) -> None:
         groups.clear()
         connection.send_bytes(answer)
         _end_job(is_fine)
+        os.environ.clear()  # what a job has set is its own
+        os.environ.update(environment)
 
 
 def _start_job(rank: int, store: str, world_size: int, timeout: float) -> Any:

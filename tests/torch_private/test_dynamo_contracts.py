@@ -17,6 +17,10 @@ from zc import torch_private
 pytestmark = pytest.mark.check
 
 
+class Refusal(RuntimeError):
+    """Of the package that defines the backend: this file."""
+
+
 @contract("before_compiling", "torch._dynamo.callback")
 def test_callbacks_run_around_the_compilation_of_a_frame() -> None:
     calls: list[str] = []
@@ -27,6 +31,29 @@ def test_callbacks_run_around_the_compilation_of_a_frame() -> None:
         compiled(torch.ones(2))
     compiled(torch.ones(2, 2, dtype=torch.int))
     assert calls == ["before", "backend", "after", "backend"]
+
+
+@contract("before_compiling", "torch._dynamo.callback's count of compilations")
+@pytest.mark.parametrize("place", ["before", "after"])
+def test_a_callback_that_raises_ends_its_own_compilation_alone(place: str) -> None:
+    calls: list[str] = []
+
+    def backend(gm: fx.GraphModule, inputs: list[Any]) -> Any:
+        return gm.forward
+
+    def call(name: str) -> None:
+        calls.append(name)
+        if len(calls) <= 2 and name == place:
+            raise Refusal("not this one")
+
+    torch._dynamo.reset()
+    run = torch_private.compiled_call(nn.Linear(2, 2), backend)
+    with torch_private.before_compiling(lambda: call("before"), lambda: call("after")):
+        with pytest.raises(Refusal, match="not this one"):
+            run(torch.ones(1, 2))
+        run(torch.ones(1, 2))
+    assert calls == ["before", "after"] * 2
+    torch._dynamo.reset()  # refuses while a compilation is under way
 
 
 @contract("written_inputs", "TracingContext.fw_metadata.input_info[i].mutates_data, mutates_storage_metadata")
