@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from zc.checkpoint import other_state
@@ -14,6 +15,7 @@ from zc.checkpoint.target import Target, check_groups, check_names, flat_items
 from zc.checkpoint.together import KEY
 from zc.errors import CheckpointError
 from zc.optim.assignment import parts_of
+from zc.optim.state_view import is_cut
 
 if TYPE_CHECKING:
     from zc.optim.model import ShardedModel
@@ -138,7 +140,7 @@ def optimizer_part(
         assert own.optimizer is not None
         cuts = not own.optimizer.rule.whole and sharded_model.runtime.group.shard.world_size > 1
         for option, value in values.items():
-            whole = isinstance(value, Tensor) and tuple(value.shape) == own.slot.shape
+            whole = is_cut(option, value, torch.Size(own.slot.shape))
             if isinstance(value, Tensor) and not whole and value.numel() != 1 and cuts:
                 raise CheckpointError(
                     f"{where}: optimizer state {option} of {name} has shape {tuple(value.shape)}, the parameter "

@@ -14,6 +14,7 @@ from zc.checkpoint.shards import ReadOnly, ShardOf
 from zc.checkpoint.together import KEY, note_of, together
 from zc.engine.memory_order import flattened
 from zc.errors import CheckpointError
+from zc.optim.state_view import is_cut
 from zc.planning.layout import Slot
 
 if TYPE_CHECKING:
@@ -43,9 +44,11 @@ class Owned:
         return self.part(self.slice.detach() if self.slice is not None else torch.empty(0, dtype=self.dtype))
 
     def parts(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """The optimizer's state of ``slice``: tensors of its shape as parts, the rest as it is."""
-        shape = self.slice.shape if self.slice is not None else None
-        return {k: self.part(v) if isinstance(v, Tensor) and v.shape == shape else v for k, v in state.items()}
+        """The optimizer's state of ``slice``: tensors with its elements as parts, the rest as it is."""
+        if self.slice is None:
+            return dict(state)
+        shape = self.slice.shape
+        return {key: self.part(item) if is_cut(key, item, shape) else item for key, item in state.items()}
 
     def part_of(self, whole: Tensor) -> Tensor:
         return flattened(whole, self.slot)[self.start : self.start + self.numel]

@@ -113,7 +113,7 @@ def make_target(model: nn.Module, sharded_model: ShardedModel, metadata: Metadat
             if own.slice is None:
                 continue
             is_tensor = isinstance(entry, TensorStorageMetadata)
-            if is_tensor and tuple(entry.size) == own.slot.shape:
+            if is_tensor and tuple(entry.size) == own.slot.shape and path[3] != "step":  # as `is_cut`
                 target.add(path, own.part(torch.empty(own.numel, dtype=entry.properties.dtype)))
             elif is_tensor and entry.size.numel() != 1 and own.numel != own.slot.numel:
                 raise CheckpointError(

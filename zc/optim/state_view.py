@@ -213,7 +213,7 @@ class StateView(MutableMapping[Any, Any]):
         own_slice = self.owner.slices.get(name)
         shape = own_slice.shape if own_slice is not None else torch.Size([0])
         return {
-            key: self.owner.shown(name, item) if _is_cut(key, item, shape) else item
+            key: self.owner.shown(name, item) if is_cut(key, item, shape) else item
             for key, item in (self._kept(name) or {}).items()
         }
 
@@ -279,13 +279,13 @@ class StateView(MutableMapping[Any, Any]):
 def _without_elements(state: Mapping[Any, Any], shape: torch.Size) -> dict[Any, Any]:
     """A state like this one, of a parameter of this ``shape``, for a rank that has no element of it."""
     return {
-        key: item.new_empty(0) if _is_cut(key, item, shape) else item
+        key: item.new_empty(0) if is_cut(key, item, shape) else item
         for key, item in state.items()
         if not isinstance(item, Tensor) or item.dim() == 0 or item.shape == shape
     }
 
 
-def _is_cut(key: Any, item: Any, shape: torch.Size) -> bool:
-    """Whether an item of a slice's state has the slice's elements. The count of steps is a number of its own, also of a
-    parameter with 0 dimensions."""
+def is_cut(key: Any, item: Any, shape: torch.Size) -> bool:
+    """Whether an item of the state of a slice of this ``shape`` has the slice's elements. The count of steps is a number
+    of its own, also of a parameter with 0 dimensions."""
     return isinstance(item, Tensor) and item.shape == shape and key != "step"
