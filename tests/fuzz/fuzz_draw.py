@@ -175,7 +175,7 @@ class Loop:
             one = self.forward(False)
             self.backward([one], False, retain=True)
             self.backward([one], False)
-        elif fuzz_models.has(self.model, "fault") and "raise" not in self.without:
+        elif fuzz_models.has(self.model, "fault") and "raise" not in self.without and not self._waits_with_buffers:
             if rng.random() < 0.4:
                 self.backward([self.forward(False)], False)
             self.put("raise", of=[self.forward(False)])
@@ -183,6 +183,11 @@ class Loop:
             self.is_clean = True
             if rng.random() < 0.8:
                 self.backward([self.forward(False)], False)
+
+    @property
+    def _waits_with_buffers(self) -> bool:
+        """Whether a backward that raises meets no rank, and the forward after it waits for rank 0's buffers."""
+        return self.is_uneven and self.syncs_buffers
 
     def uneven(self) -> None:
         """Ranks with different numbers of microbatches: declared, as DDP takes them, or not."""

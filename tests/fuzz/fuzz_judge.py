@@ -204,10 +204,12 @@ def judge(program: Program, launches: list[list[Outcome | None]], wanted: Wanted
         matching = [error for _, error in errors if error[0] == kind and words in error[1]]
         if len(matching) == len(last) and any(applies(part) for part in program.parts):
             return Verdict("refused", f"{kind}: {words}")
-    if len(errors) == len(last) and all(error[0] in CUT_OFF for _, error in errors) and crosses(program):
+    raised = any(_some_raised_alone(part) for part in program.parts)
+    # a backward that raised on all ranks, and had brought gradients on some of them: these wait for the others there
+    waits = crosses(program) or (raised and len(program.parts) > 1)
+    if waits and len(errors) == len(last) and all(error[0] in CUT_OFF for _, error in errors):
         return Verdict("refused", "ranks wait for each other in different models")
     # cleared past optimizer.zero_grad after a backward that raised, before a collective of the loop's own
-    raised = any(_some_raised_alone(part) for part in program.parts)
     if raised and any("A backward raised on rank" in error[1] for _, error in errors):
         return Verdict("refused", "RankMismatchError: a backward that raised, then a collective")
     # a rank that has a param.grad asks for its norm, another has none to ask for and leaves the loop

@@ -164,6 +164,8 @@ def check(program: Program) -> None:
             if not args.get("retain"):
                 pending -= set(args["of"])
         if kind == "raise":
+            if waiting and buffers:
+                raise Illegal(f"{k}: after it, ranks wait for buffers and for other numbers of backwards in no_sync")
             aborted = True
             pending.clear()
         if kind == "micro":
