@@ -400,10 +400,10 @@ def before_compiling(call: Callable[[], None], after: Callable[[], None]) -> Ite
     """Inside, ``call()`` runs before Dynamo compiles a frame, in any thread, and ``after()`` after it, before that code
     runs. What one of them raises ends the compilation.
 
-    Relies on ``torch._dynamo.callback``, whose callbacks run around the compilation of a frame, also one that fails, and
-    on its count of compilations under way (``__pending_callbacks_counter``). An end callback that raises leaves that
-    count one too high: no later compilation of the process would call back, and ``torch._dynamo.reset`` would raise.
-    (2.11 to 2.15.)
+    Relies on ``torch._dynamo.callback``, whose callbacks run around the compilation of a frame, also one that fails,
+    and on its count of compilations under way (``__pending_callbacks_counter``). An end callback that raises leaves
+    that count one too high: no later compilation of the process would call back, and ``torch._dynamo.reset`` would
+    raise. (2.11 to 2.15.)
     """
     from torch._dynamo.callback import callback_handler
 

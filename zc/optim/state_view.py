@@ -286,6 +286,6 @@ def _without_elements(state: Mapping[Any, Any], shape: torch.Size) -> dict[Any, 
 
 
 def is_cut(key: Any, item: Any, shape: torch.Size) -> bool:
-    """Whether an item of the state of a slice of this ``shape`` has the slice's elements. The count of steps is a number
-    of its own, also of a parameter with 0 dimensions."""
+    """Whether an item of the state of a slice of this ``shape`` has the slice's elements. The count of steps is a
+    number of its own, also of a parameter with 0 dimensions."""
     return isinstance(item, Tensor) and item.shape == shape and key != "step"
