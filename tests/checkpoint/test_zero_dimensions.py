@@ -1,4 +1,4 @@
-"""A parameter with 0 dimensions: of its state all tensors have 0 dimensions, and the count of steps is no part of it."""
+"""A parameter with 0 dimensions: all of its state has 0 dimensions, and the count of steps is no part of it."""
 
 from __future__ import annotations
 
