@@ -132,7 +132,9 @@ def _tells(kind: str, args: dict[str, Any]) -> bool:
 REFUSALS = (
     ("PlanError", "is too small: the largest bucket", lambda p: _options(p, "weight_nbytes")),
     ("PlanError", "summed in float64", lambda p: p.dtype == "float64" and _options(p, "reduce_dtype")),
-    ("ZcError", "ranks have a param.grad on different parameters", _nobody_has_told),
+    # of a backward that raised, some ranks have dropped gradients and others had none
+    ("ZcError", "ranks have a param.grad on different parameters",
+     lambda p: _nobody_has_told(p) or _some_raised_alone(p)),
     # cleared through the optimizer's own tensors, which no param.grad shows until the next backward, then clipped
     ("ZcError", "was set to None (zero_grad) since", lambda p: p.clears & {"class", "slices"}),
     ("CheckpointError", "state belongs to parameters together", _loads_together_elsewhere),
