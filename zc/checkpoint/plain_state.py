@@ -13,9 +13,9 @@ from zc.checkpoint.shards import ReadOnly, ShardOf
 from zc.checkpoint.state import Owned, groups_of, others, owned, trained
 from zc.checkpoint.target import Target, check_groups, check_names, flat_items
 from zc.checkpoint.together import KEY
+from zc.engine.memory_order import is_cut
 from zc.errors import CheckpointError
 from zc.optim.assignment import parts_of
-from zc.optim.state_view import is_cut
 
 if TYPE_CHECKING:
     from zc.optim.model import ShardedModel

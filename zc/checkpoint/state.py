@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from zc.checkpoint import other_state
 from zc.checkpoint.shards import ReadOnly, ShardOf
 from zc.checkpoint.together import KEY, note_of, together
-from zc.engine.memory_order import flattened
+from zc.engine.memory_order import flattened, is_cut
 from zc.errors import CheckpointError
-from zc.optim.state_view import is_cut
 from zc.planning.layout import Slot
 
 if TYPE_CHECKING:

@@ -1,8 +1,12 @@
 """Views between a parameter's shape and its slot, where elements lie in the order of the parameter's own memory:
-row-major by default, or channels_last if the caller chose that (`zc.planning.layout.Slot`)."""
+row-major by default, or channels_last if the caller chose that (`zc.planning.layout.Slot`); and what of an optimizer's
+state lies like its parameter."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch import Tensor
 
 from zc.planning.layout import Slot
@@ -26,3 +30,9 @@ def in_shape(flat: Tensor, slot: Slot) -> Tensor:
     if flat.numel() != slot.numel or len(slot.shape) == 1:
         return flat
     return flat.view(slot.shape) if slot.strides is None else flat.as_strided(slot.shape, slot.strides)
+
+
+def is_cut(key: Any, item: Any, shape: torch.Size) -> bool:
+    """Whether an item of the state of a slice of this ``shape`` has the slice's elements. The count of steps is a
+    number of its own, also of a parameter with 0 dimensions."""
+    return isinstance(item, Tensor) and item.shape == shape and key != "step"

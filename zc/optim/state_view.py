@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor
 
+from zc.engine.memory_order import is_cut
 from zc.errors import ZcError
 from zc.optim.trials import SHAPE, state_of_trial
 
@@ -283,9 +284,3 @@ def _without_elements(state: Mapping[Any, Any], shape: torch.Size) -> dict[Any, 
         for key, item in state.items()
         if not isinstance(item, Tensor) or item.dim() == 0 or item.shape == shape
     }
-
-
-def is_cut(key: Any, item: Any, shape: torch.Size) -> bool:
-    """Whether an item of the state of a slice of this ``shape`` has the slice's elements. The count of steps is a
-    number of its own, also of a parameter with 0 dimensions."""
-    return isinstance(item, Tensor) and item.shape == shape and key != "step"
