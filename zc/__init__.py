@@ -23,7 +23,7 @@ from zc.errors import (
     UncoveredGradientError,
     ZcError,
 )
-from zc.gradients import clip_grad_norm_, full_grad, grads_are_finite
+from zc.gradients import clip_grad_norm_, count, full_grad, grads_are_finite
 from zc.log import configure as _configure_log
 from zc.optim.kinds import elementwise
 from zc.optim.one_rank import one_rank
@@ -55,6 +55,7 @@ __all__ = [
     "clip_grad_norm_",
     "close",
     "compile",
+    "count",
     "elementwise",
     "explain",
     "export",

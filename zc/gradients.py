@@ -2,9 +2,40 @@
 
 from __future__ import annotations
 
+import math
+
 from torch import Tensor, nn
 
 from zc.registry import sharded
+
+
+def count(model: nn.Module, num_tokens: float | Tensor) -> None:
+    """The loss of one backward is a sum over ``num_tokens`` tokens (or samples, or their weights): gradients become the
+    mean over the tokens of all ranks and all backwards of the update, whose numbers need not be known before::
+
+        for batch in microbatches:
+            zc.count(model, batch.labels.ne(-100).sum())
+            cross_entropy(model(batch.inputs), batch.labels, reduction="sum").backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    A mean of means, of ranks or microbatches, weighs a token by how few others its microbatch has
+    (https://huggingface.co/blog/gradient_accumulation). Call it once for each backward, before or after it, after
+    ``zero_grad()``; on every rank that has a backward, or on none. It exchanges nothing: the counts travel with what
+    ranks tell each other before an update. Clipping, norms and ``param.grad`` see the mean over tokens.
+
+    Args:
+        num_tokens: at least 0. Of a tensor on a device, the host waits for it.
+
+    Raises:
+        ValueError: ``num_tokens`` is negative or not finite. The next read of gradients or ``step()`` raises ZcError,
+        on all ranks and before anything changes, if a backward was not counted once, or if the counts add up to 0; so
+        does a backward that would add to gradients that are divided already.
+    """
+    number = float(num_tokens)
+    if not math.isfinite(number) or number < 0:
+        raise ValueError(f"zc.count takes a finite number of tokens, at least 0, not {number}")
+    sharded(model).runtime.count_tokens(number)
 
 
 def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:

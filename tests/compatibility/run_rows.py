@@ -33,6 +33,7 @@ import rows_shard_frozen
 import rows_stage_3_writes
 import rows_structure
 import rows_tasks
+import rows_token_counts
 import rows_unequal_ranks
 import rows_unforeseen
 import rows_unfreezing
@@ -53,8 +54,8 @@ TABLE = (
     rows_tasks, rows_updates, rows_clearing, rows_backward, rows_structure, rows_several_models, rows_conv,
     rows_buffers_written, rows_params, rows_absent_reads, rows_replaced, rows_unfreezing, rows_precision,
     rows_checkpointing, rows_param_grad, rows_grad_values, rows_optimizers, rows_optimizer_params,
-    rows_dropped_gradients, rows_unequal_ranks, rows_overlap, rows_several, rows_unforeseen, rows_shard_frozen,
-    rows_stage_3_writes, rows_compiled_loops,
+    rows_dropped_gradients, rows_unequal_ranks, rows_token_counts, rows_overlap, rows_several, rows_unforeseen,
+    rows_shard_frozen, rows_stage_3_writes, rows_compiled_loops,
 )  # fmt: skip
 
 

@@ -187,6 +187,13 @@ def test_the_plain_script_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert "step 200: loss" in capsys.readouterr().out
 
 
+def test_the_mean_over_tokens_is_as_near_as_the_page_says() -> None:
+    printed = run_ranks(_example, 2, "mean_over_tokens.py")[0]
+    means, counted = (float(number) for number in re.findall(r": (\S+) away", printed))
+    page = (ROOT / "docs" / "recipes.md").read_text()
+    assert f"the mean of means is {means:.1e} of its norm away" in page and counted < 1e-6
+
+
 def test_the_plan_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(EXAMPLES / "plan.py"), run_name="__main__")
     assert capsys.readouterr().out.count("| total") >= 4

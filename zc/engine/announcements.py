@@ -40,6 +40,7 @@ from typing import TYPE_CHECKING
 
 from zc.engine import param_grads
 from zc.engine.ledger import Where
+from zc.engine.token_counts import TokenCounts
 from zc.errors import ZcError
 from zc.planning.plan import Bucket, Plan
 from zc.ranks.announcement import BOUNDARY, END, Announcement, Waits, compare_pasts, plus, raise_sums_differ
@@ -87,6 +88,7 @@ class Announcements:
         # by optimizer: how many reductions the sums of its parameters hold, and a checksum of which announcements made
         # them and which gradients were dropped since
         self._in_sums: dict[int, tuple[int, int]] = {}
+        self.token_counts = TokenCounts(plan.num_optimizers)
         self._waits: Waits = {"inside": [], "at its end": [], "at the boundary": []}
 
     @property
@@ -98,6 +100,7 @@ class Announcements:
         for flags in (self.has_grad, self._reduced):
             flags += [[False] * len(b.slots) for b in self.plan.buckets[len(flags) :]]
         self._last_order.clear()
+        self.token_counts.grow(self.plan.num_optimizers)
 
     # --- a backward ---
 
@@ -188,8 +191,10 @@ class Announcements:
 
     def clear(self, buckets: Sequence[Bucket], *, set_to_none: bool) -> None:
         """The gradients of these buckets, all of some optimizers, were dropped, or made zeros."""
-        for optimizer in {b.optimizer for b in buckets}:
+        optimizers = {b.optimizer for b in buckets}
+        for optimizer in optimizers:
             self._in_sums.pop(optimizer, None)
+        self.token_counts.clear(sorted(optimizers))
         self._num_cleared += 1
         self._dropped.clear()
         for bucket in buckets:
@@ -213,6 +218,16 @@ class Announcements:
                 self._in_sums[optimizer] = count, plus(checksum, what)
             self._reduced[bucket][slot] = False
             self.has_grad[bucket][slot] = self.has_grad[bucket][slot] and not set_to_none
+        optimizers = {self.plan.buckets[bucket].optimizer for bucket, _ in dropped}
+        self.token_counts.clear([k for k in sorted(optimizers) if self._has_dropped_all_of(k)])
+
+    def _has_dropped_all_of(self, optimizer: int) -> bool:
+        """Whether each gradient of this optimizer is among those that were dropped, or made zeros, one by one."""
+        for bucket in self.plan.of_optimizer(optimizer):
+            for slot, has_grad in enumerate(self.has_grad[bucket.index]):
+                if has_grad and (bucket.index, slot) not in self._dropped:
+                    return False
+        return True
 
     def assign(self, assigned: Collection[Where]) -> None:
         """The caller has assigned values to these parameters' ``.grad``. A rank that does so alone is named at the next
@@ -223,14 +238,15 @@ class Announcements:
             self._in_sums[optimizer] = count, plus(checksum, f"{(bucket, slot)} is assigned after {count} reductions")
             self.has_grad[bucket][slot] = True
 
-    def boundary(self, unreduced: Collection[int], *, by_grad: bool) -> tuple[list[int], bool]:
+    def boundary(self, unreduced: Collection[int], *, by_grad: bool, is_last: bool) -> tuple[list[int], bool]:
         """Returns once all ranks are at the boundary: the buckets that all ranks reduce now, and whether no rank had a
         backward since the last boundary. From then on the accumulators know which parameters have a gradient on any
         rank.
 
-        ``unreduced``: buckets whose gradients this rank still has. ``by_grad``: a ``param.grad`` was read here. Raises
-        RankMismatchError if the sums of some ranks hold other gradients; ZcError if a rank has read a ``param.grad``,
-        and not all had one on the same parameters."""
+        ``unreduced``: buckets whose gradients this rank still has. ``by_grad``: a ``param.grad`` was read here.
+        ``is_last``: no gradient is to come before the update. Raises RankMismatchError if the sums of some ranks hold
+        other gradients; ZcError if a rank has read a ``param.grad``, and not all had one on the same parameters, and
+        where `zc.count` was not called once for each backward."""
         own_grads = self.has_grad
         flags, grads = [*self._flags(unreduced=unreduced)[:-1], int(by_grad)], zlib.crc32(repr(own_grads).encode())
         while not (announcement := self.announce(BOUNDARY, flags, grads)).is_same():
@@ -242,6 +258,8 @@ class Announcements:
         touched, buckets, is_by_grad = self._split(flags)
         if is_by_grad and not announcement.shows_same_grads():  # on all ranks, and nothing has changed
             raise ZcError(param_grads.grads_differ(self.plan, own_grads, self._grads_in(flags)))
+        if is_last:
+            self.token_counts.agree(announcement.totals())
         self._num_cleared = 0
         is_alone = announcement.number == self._last_boundary + 1
         self._last_boundary = announcement.number
@@ -267,7 +285,10 @@ class Announcements:
         self._num_announced += 1
         self._dropped.clear()
         sums = zlib.crc32(repr(sorted(self._in_sums.items())).encode())
-        return Announcement(self._group, self._num_announced, what, sums, grads, self._num_cleared, flags, self._waits)
+        return Announcement(
+            self._group, self._num_announced, what, sums, grads, self._num_cleared, flags, self._waits,
+            self.token_counts.row(),
+        )  # fmt: skip
 
     def _announce_end(self, flags: Sequence[int], *, is_boundary: bool) -> Announcement:
         """Outside of no_sync returns once all ranks are at the end of such a backward, or at the boundary."""

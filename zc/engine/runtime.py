@@ -167,7 +167,23 @@ class Runtime(Core):
                 self._notice_changes()
             self.listener.gradients_change()
             self.backwards.begin(self._end_backward)
+        self._count_backward(program)
         self._announce(program)
+
+    def count_tokens(self, number: float) -> None:
+        """See `zc.count`. Gradients that were dropped before it take the counts before it with them."""
+        if torch_private.current_graph_task() == -1:
+            drop_failed()
+            self._notice_changes()
+        self.announcements.token_counts.count(number)
+
+    def _count_backward(self, program: Program | None) -> None:
+        """Counts each outermost backward that brings a gradient, for `zc.count`."""
+        counts = self.announcements.token_counts
+        if counts.is_in_backward or (program is not None and not program.gradients):
+            return
+        if not self.backwards.defer_to_outer(weakly(self.begin_backward)):
+            counts.begin_backward()
 
     def _announce(self, program: Program | None) -> None:
         """Announces a backward with its first gradient. A ``program`` that brings none announces nothing: autograd has
@@ -250,6 +266,7 @@ class Runtime(Core):
         self.deposits.reduced.clear()
         self._reduce(self.announcements.end(self.deposits.buckets), is_boundary=self.is_boundary)
         self.deposits.clone()
+        self.announcements.token_counts.end_backward()
         if self.config.backend != "eager" and not self.programs:
             self.say_once("nothing of the model was compiled: every gradient came in through its parameter's hook")
         self.listener.gradients_ready()
@@ -262,6 +279,7 @@ class Runtime(Core):
         if self.backwards.is_any_open:
             raise ZcError("a backward inside another one raised and was caught: their gradients can't be told apart")
         self.deposits.clear()
+        self.announcements.token_counts.end_backward()
         self._cut_short()
         self._phase = Phase.FAILED
 
@@ -295,7 +313,8 @@ class Runtime(Core):
             self._phase = Phase.IDLE
 
     def finish_gradients(self, *, by_grad: bool = False) -> None:
-        """The boundary: afterwards every rank's shard holds the mean over ranks of the sum over backward calls.
+        """The boundary: afterwards every rank's shard holds the mean over ranks of the sum over backward calls; with
+        `zc.count` the mean over the tokens of all of them.
 
         ``by_grad``: a ``param.grad`` is read, perhaps in a loop over those of all parameters. Raises ZcError, on all
         ranks, if they have one on different parameters: such loops would differ.
@@ -309,7 +328,8 @@ class Runtime(Core):
         self._notice_changes()
         if self._phase is Phase.FINAL or (by_grad and self.is_finished):
             return
-        is_alone = self._meet_ranks(by_grad=by_grad)
+        is_alone = self._meet_ranks(by_grad=by_grad, is_last=True)
+        self._divide_by_tokens()
         self._phase = Phase.READ if is_alone else Phase.FINAL
         self.listener.gradients_ready()  # a rank without a backward has gradients now, too, and may drop them
 
@@ -320,18 +340,28 @@ class Runtime(Core):
         if self.plan.num_ranks == 1 or self._phase in (Phase.FAILED, Phase.FINAL):
             return
         self._notice_changes()
-        self._meet_ranks(by_grad=False)
+        self._meet_ranks(by_grad=False, is_last=False)
         self._phase = Phase.IDLE  # the boundary is still to come
         self.listener.gradients_ready()
 
-    def _meet_ranks(self, *, by_grad: bool) -> bool:
+    def _divide_by_tokens(self) -> None:
+        """What `zc.count` asks for. No stream uses the accumulators."""
+        for optimizer, scale in enumerate(self.announcements.token_counts.take_scales()):
+            if scale is None:
+                continue
+            for bucket in self.plan.of_optimizer(optimizer):
+                if any(self.accumulators.touched[bucket.index]):
+                    for shard in self.buffers.acc_copies(bucket):
+                        shard.mul_(scale)
+
+    def _meet_ranks(self, *, by_grad: bool, is_last: bool) -> bool:
         """Returns once all ranks are here, with all gradients and buffers where they belong: whether no rank had a
-        backward since they last met."""
+        backward since they last met. ``is_last``: no gradient is to come before the update."""
         if self.buffer_sync is not None:
             self.buffer_sync.send_last()
         self.streams.join_main()
         try:
-            is_alone = self._announce_boundary(by_grad)
+            is_alone = self._announce_boundary(by_grad=by_grad, is_last=is_last)
         except RankMismatchError:
             raise
         except ZcError:  # on all ranks: this boundary was none, and the next one sends buffers again
@@ -355,15 +385,17 @@ class Runtime(Core):
                 self.deposits.land(self.plan, bucket.index)
         self.streams.join_main()
 
-    def _announce_boundary(self, by_grad: bool) -> bool:
+    def _announce_boundary(self, *, by_grad: bool, is_last: bool) -> bool:
         """Waits until all ranks are at the boundary. One small exchange on the host tells which parameters have a
         gradient on any of them, and which buckets some rank has yet to reduce. Returns whether no rank had a backward
         since the last boundary."""
         if self.plan.num_ranks == 1:
+            if is_last:
+                self.announcements.token_counts.agree([self.announcements.token_counts.row()])
             return False
         partial_sums = {bucket for bucket, state in enumerate(self.accumulators.state) if state is Acc.PARTIAL}
         unreduced = partial_sums | self.deposits.buckets
-        buckets, is_alone = self.announcements.boundary(unreduced, by_grad=by_grad)
+        buckets, is_alone = self.announcements.boundary(unreduced, by_grad=by_grad, is_last=is_last)
         self._reduce(buckets, is_boundary=True)
         self.streams.join_main()
         return is_alone
@@ -395,7 +427,20 @@ class Runtime(Core):
             )
         if cleared:
             self.drop(cleared, set_to_none=True)
+        if self.announcements.token_counts.has_any and not self.is_finished:
+            self._refuse_assigned(assigned)
         self._take_values(assigned)
+
+    def _refuse_assigned(self, assigned: Sequence[Where]) -> None:
+        """The boundary would divide what was assigned by the tokens, too."""
+        for name in (self.plan.buckets[bucket].slots[slot].name for bucket, slot in assigned):
+            grad = self.params[name].grad
+            if grad is not None and self.listener.is_value(name, grad):
+                raise ZcError(
+                    f"a value was assigned to param.grad of {name} between zc.count and the end of the update's last "
+                    "microbatch, and would be divided by the tokens as well: assign what is made of the finished "
+                    "gradients, after a read of one"
+                )
 
     def _changes(self) -> param_grads.Changes:
         with torch_private.without_torch_function():  # faster: parameters may be watched
@@ -457,6 +502,7 @@ class Runtime(Core):
             self.deposits.drop_bucket(bucket.index, set_to_none=set_to_none)
         if len(buckets) == len(self.plan.buckets):  # with all gradients, those of a backward that raised are dropped
             self.backwards.clear()
+            self.announcements.token_counts.end_backward()
             self.deposits.reduced.clear()
             if self._phase is Phase.FAILED:
                 self._phase = Phase.OPEN

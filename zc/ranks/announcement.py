@@ -19,7 +19,8 @@ Waits = dict[str, list[float]]  # where -> seconds of each
 BOUNDARY = "finish the gradients of an update (optimizer.step, clipping, or reading a gradient)"
 END = "end a backward"  # outside of no_sync
 # Five numbers: checksums of the text, of the journal, of which gradients the sums contain and of which parameters show
-# a .grad; and how often gradients were dropped. One byte: 2 for BOUNDARY, 1 for END, 0 for others.
+# a .grad; and how often gradients were dropped. One byte: 2 for BOUNDARY, 1 for END, 0 for others. Behind it the totals
+# of zc.count (zc/engine/token_counts.py).
 _HEAD = struct.Struct("<5IB")
 _WHAT, _PAST, _SUMS, _GRADS, _NUM_CLEARED = ((at, at + 4) for at in range(0, 20, 4))
 _IS_END = 20
@@ -33,7 +34,7 @@ class Announcement:
 
     def __init__(
         self, group: Group, number: int, text: str, sums: int, grads: int, num_cleared: int, flags: Sequence[int],
-        waits: Waits,
+        waits: Waits, totals: bytes = b"",
     ) -> None:  # fmt: skip
         """Starts it.
 
@@ -42,12 +43,14 @@ class Announcement:
             sums, grads: checksums of which gradients the sums contain, and of the parameters that show a ``.grad``.
             num_cleared: how often gradients were dropped since the last boundary.
             waits: gets how long the issuing thread waits for the answer.
+            totals: of zc.count; as many bytes on all ranks.
         """
         past = group.journal.checksum() if group.journal is not None and text == BOUNDARY else 0
         label = text if text == BOUNDARY else f"{num_cleared}: {text}"
         kind = {BOUNDARY: 2, END: 1}.get(text, 0)
         head = _HEAD.pack(zlib.crc32(label.encode()), past, sums, grads, num_cleared, kind)
-        self.number, self._row = number, bytearray(head + bytes(flags))
+        self.number, self._row = number, bytearray(head + totals + bytes(flags))
+        self._at_flags = len(head) + len(totals)
         self._kind = {BOUNDARY: "at the boundary", END: "at its end"}.get(text, "inside")
         self._waits = waits  # only the thread that issues schedules adds to it
         # The exchange fills the rows of all ranks until `_work` is done. Then both threads read them.
@@ -93,17 +96,22 @@ class Announcement:
         has yet to drop the gradients that it announces here, so such a rank's flags do not count before the boundary.
         """
         size, (start, stop) = len(self._row), _NUM_CLEARED
-        if self._is_equal(start, stop) and self._is_equal(_HEAD.size, size):
-            return list(self._row[_HEAD.size :])
+        if self._is_equal(start, stop) and self._is_equal(self._at_flags, size):
+            return list(self._row[self._at_flags :])
         rows = (self._rows[at : at + size] for at in range(0, len(self._rows), size))
         counts = [row[_IS_END] == 2 or row[start:stop] == self._row[start:stop] for row in rows]
-        flags = torch.frombuffer(self._rows, dtype=torch.uint8).view(-1, size)[:, _HEAD.size :]
+        flags = torch.frombuffer(self._rows, dtype=torch.uint8).view(-1, size)[:, self._at_flags :]
         largest: list[int] = flags[torch.tensor(counts, device="cpu")].amax(dim=0).tolist()
         return largest
 
+    def totals(self) -> list[bytes]:
+        """The totals of all ranks."""
+        starts = range(_HEAD.size, len(self._rows), len(self._row))
+        return [bytes(self._rows[at : at + self._at_flags - _HEAD.size]) for at in starts]
+
     def all_flags(self, count: int) -> bool:
         """Whether the first ``count`` flags are set on every rank."""
-        starts = range(_HEAD.size, len(self._rows), len(self._row))
+        starts = range(self._at_flags, len(self._rows), len(self._row))
         return all(0 not in self._rows[at : at + count] for at in starts)
 
     def has_same_past(self) -> bool:
