@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from harness import run_ranks
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
-from training_runs import environment
 
 import zc
 
@@ -84,10 +84,11 @@ def reference(num_ranks: int, kind: str) -> tuple[list[float], dict[str, Tensor]
 def _train(
     rank: int, world_size: int, kind: str, declares: bool, counts_before: bool, options: dict[str, Any]
 ) -> tuple[list[float], dict[str, Tensor]]:
-    with environment(ZC_HOST_MEMORY="0" if "int8" in str(options) else "1"):
-        model = make_model()
-        optimizers = make_optimizers(model, kind)
-        zc.compile(model, optimizers if kind == "two" else optimizers[0], bucket_nbytes=600, **options)
+    if "mesh" in options:
+        options = {**options, "mesh": init_device_mesh("cpu", options["mesh"], mesh_dim_names=("replicate", "shard"))}
+    model = make_model()
+    optimizers = make_optimizers(model, kind)
+    zc.compile(model, optimizers if kind == "two" else optimizers[0], bucket_nbytes=600, **options)
     norms = []
     for update in range(len(LENGTHS)):
         for m in range(2):
@@ -110,11 +111,12 @@ CASES: list[tuple[int, str, bool, bool, dict[str, Any]]] = [
     (2, "adam", False, True, {"stage": 1, "backend": "eager"}),
     (3, "adam", True, False, {"stage": 1, "backend": "aot_eager"}),
     (2, "two", True, True, {"stage": 2, "backend": "eager"}),
-    (3, "adam", False, False, {"stage": 2, "backend": "inductor"}),
+    (3, "adam", False, False, {"stage": 2, "backend": "eager"}),
     (2, "two", False, False, {"stage": 3, "backend": "eager"}),
     (3, "adam", True, True, {"stage": 3, "backend": "aot_eager"}),
     (2, "adam", False, True, {"stage": 1, "backend": "eager", "offload": "cpu"}),
     (2, "adam", True, True, {"stage": 2, "backend": "eager", "offload": "cpu", "offload_accumulate": "device"}),
+    (2, "adam", False, True, {"stage": 2, "backend": "eager", "mesh": (2, 1)}),
     (1, "two", False, True, {"stage": 2, "backend": "eager"}),
 ]
 
