@@ -279,7 +279,6 @@ class Runtime(Core):
         if self.backwards.is_any_open:
             raise ZcError("a backward inside another one raised and was caught: their gradients can't be told apart")
         self.deposits.clear()
-        self.announcements.token_counts.end_backward()
         self._cut_short()
         self._phase = Phase.FAILED
 

@@ -75,7 +75,7 @@ class TokenCounts:
         self._totals = [totals._replace(num_backwards=totals.num_backwards + 1) for totals in self._totals]
 
     def end_backward(self) -> None:
-        """The outermost backward has ended, or has raised."""
+        """The outermost backward has ended; or it has raised, and all gradients were dropped."""
         self.is_in_backward = False
 
     def clear(self, optimizers: Sequence[int]) -> None:
