@@ -20,6 +20,7 @@ import zc
 from zc.engine.clock import Clock
 from zc.registry import sharded
 from zc.report.html import _cards
+from zc.report.timeline import Timeline
 from zc.report.last_step import text_of_sources
 from zc.report.timeline import LOOP, measured, module_of
 
@@ -223,6 +224,13 @@ def test_more_memory_than_ddp_s_is_marked(nbytes: int, is_marked: bool) -> None:
     summary = dataclasses.replace(zc.explain(trained(1)).summary, nbytes=nbytes, ddp_nbytes=100)
     card, *_ = re.findall(r'<div class="([^"]*)">memory of this rank', _cards(summary, None))
     assert card == "card" + " look" * is_marked
+
+
+@pytest.mark.parametrize(("most", "said"), [(7_000_000, "below 1 MB"), (9_000_000, "+3.0 MB")])
+def test_a_step_that_adds_next_to_nothing_says_so(most: int, said: str) -> None:
+    step = Timeline((), (), memory=((0.0, 6_000_000), (1.0, most)))
+    (card,) = re.findall(r"peak of the step<b>([^<]*)</b>", _cards(zc.explain(trained(1)).summary, step))
+    assert card == said
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no chromium: apt-get install chromium")

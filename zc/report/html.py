@@ -10,7 +10,7 @@ import html
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from zc.report.drawing import COLORS, STYLE, draw, legend
+from zc.report.drawing import COLORS, LEAST_NBYTES, STYLE, draw, legend
 from zc.report.summary import Summary, megabytes
 from zc.report.timeline import Timeline
 
@@ -113,7 +113,8 @@ def _cards(summary: Summary, step: Timeline | None) -> str:
     cards = [_card("memory of this rank", megabytes(summary.nbytes), of_ddp, look=share > 1)]
     if step is not None and step.memory:
         least, most = (f(n for _, n in step.memory) for f in (min, max))
-        cards.append(_card("peak of the step", f"+{megabytes(most - least)}", f"to {megabytes(most)} of this process"))
+        added = f"+{megabytes(most - least)}" if most - least >= LEAST_NBYTES else "below 1 MB"
+        cards.append(_card("peak of the step", added, f"to {megabytes(most)} of this process"))
     if step is not None:
         exposed = step.exposed() / step.stop if step.stop else 0.0
         said = f"of the step below, {step.stop / 1e3:,.1f} ms, is communication that no computation hides"
