@@ -20,9 +20,8 @@ import zc
 from zc.engine.clock import Clock
 from zc.registry import sharded
 from zc.report.html import _cards
-from zc.report.timeline import Timeline
 from zc.report.last_step import text_of_sources
-from zc.report.timeline import LOOP, measured, module_of
+from zc.report.timeline import LOOP, Timeline, measured, module_of
 
 BROWSER = next(
     (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
