@@ -281,6 +281,7 @@ def next_steps(python: str) -> str:
             f"  the same loop by hand, with DDP:         {run} docs/examples/train_ddp.py",
             f"  what a model of yours would hold:        {python} docs/examples/plan.py",
             "  your own loop, step by step:             docs/guide.md",
+            f"  whether it does what one device does:    {python} -m zc check docs/examples/check.py:make",
         ]
     )
 

@@ -26,6 +26,7 @@ ARROWS = {
     "offload": ("compiler optim checkpoint report root", "a wing: the optimizer calls it"),
     "checkpoint": ("compiler report api", "a wing: zc.registry knows what a model was compiled to"),
     "report": ("compiler api", "a wing: what it shows is there already"),
+    "checking": ("passes engine compiler weights schedule offload", "a wing: it asks zc what a program asks it"),
 }
 
 
@@ -45,6 +46,7 @@ WINGS = {
     "in_place": "zc.passes.write_in_place",
     "buffers": "zc.engine.buffer_sync",
     "checkpoint": "zc.checkpoint", "report": "zc.report zc.schedule.cost", "integrations": "zc.integrations",
+    "checking": "zc.checking",
 }  # fmt: skip
 # Imports of wings that the core still has, in functions or for types, too. The list only gets shorter.
 STILL = """

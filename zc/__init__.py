@@ -5,6 +5,8 @@ from pkgutil import extend_path
 __path__ = extend_path(__path__, __name__)  # Zope's zc.lockfile, zc.buildout and others share the name
 
 from zc.api import compile, flush_state, no_sync, synchronize  # noqa: A004
+from zc.checking.check import check
+from zc.checking.report import Report
 from zc.checkpoint.deepspeed import load_universal
 from zc.checkpoint.export import export, full_optimizer_state
 from zc.checkpoint.first_values import initialize
@@ -47,11 +49,13 @@ __all__ = [
     "RaceError",
     "RankLostError",
     "RankMismatchError",
+    "Report",
     "Saving",
     "UncoveredGradientError",
     "Verdict",
     "ZcError",
     "__version__",
+    "check",
     "clip_grad_norm_",
     "close",
     "compile",

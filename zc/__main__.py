@@ -1,10 +1,14 @@
-"""``python -m zc``: versions, devices and distributed backends, for a bug report."""
+"""``python -m zc``: versions, devices and distributed backends, for a bug report.
+
+``python -m zc check script.py:make``: whether a loop does on several ranks what it does on one device (docs/check.md).
+"""
 
 from __future__ import annotations
 
 import importlib.metadata
 import os
 import platform
+import sys
 
 import torch
 import torch.distributed as dist
@@ -43,10 +47,15 @@ def report() -> dict[str, str]:
     }
 
 
-def main() -> None:
+def main() -> int:
+    if sys.argv[1:2] == ["check"]:
+        from zc.checking.command import run
+
+        return run(sys.argv[2:])
     for name, value in report().items():
         print(f"{name:>12}  {value}")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

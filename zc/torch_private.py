@@ -837,6 +837,24 @@ def watching_collectives(call: Callable[[str], None]) -> contextlib.AbstractCont
     return _Watching(call)
 
 
+class _Seeing(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, call: Callable[[str, Any, Any], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._call = call
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self._call(func.name().partition(".")[0], args, result)
+        return result
+
+
+def seeing_operators(call: Callable[[str, Any, Any], None]) -> contextlib.AbstractContextManager[Any]:
+    """Inside, each operator calls ``call`` with its name (``aten::mm``), its arguments and its result, after it ran. A
+    tensor among the arguments says whether it requires a gradient. Relies on dispatch modes being called below autograd
+    with the tensors that the program has given, in its grad mode (2.11 to 2.15)."""
+    return _Seeing(call)
+
+
 # attributes of an Optimizer: its hooks around step, each an OrderedDict by handle id (2.11 to 2.15)
 STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 

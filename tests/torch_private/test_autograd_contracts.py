@@ -292,6 +292,33 @@ def test_collectives_are_seen(tmp_path: Path) -> None:
     assert len(seen) == 2 and "allreduce" in seen[0] and "allgather" in seen[1]
 
 
+@contract("seeing_operators", "dispatch modes being called below autograd with the program's tensors, in its grad mode")
+def test_operators_are_seen(tmp_path: Path) -> None:
+    import torch.distributed as dist
+
+    seen: list[tuple[str, bool, bool]] = []
+
+    def call(name: str, args: Any, result: Any) -> None:
+        tensors = [leaf for arg in args for leaf in (arg if isinstance(arg, list) else [arg])]
+        requires = any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tensors)
+        seen.append((name, requires, torch.is_grad_enabled()))
+
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        with torch_private.seeing_operators(call):
+            own = torch.ones(2, requires_grad=True) * 2
+            dist.all_gather([torch.ones(2)], own)
+            dist.all_gather([torch.ones(2)], own.detach())
+            with torch.no_grad():
+                dist.all_gather([torch.ones(2)], own)
+    finally:
+        dist.destroy_process_group()
+    assert ("aten::mul", True, True) in seen
+    gathers = [(requires, enabled) for name, requires, enabled in seen if name.startswith("c10d::")]
+    assert gathers == [(True, True), (False, True), (True, False)]
+
+
 class _Watching(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()

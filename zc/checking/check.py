@@ -1,0 +1,343 @@
+"""`zc.check`: the loop on one device, in plain PyTorch, and through zc; and which difference comes first."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from zc.checking import causes, looks, sharded_run
+from zc.checking.copies import copied, options_of
+from zc.checking.differences import NUM_SAMPLES, Allowed, Difference, describe, rounding_of, worst_of
+from zc.checking.loop import Loop, Moment, Step, Update, steps_of
+from zc.checking.needs import check_memory, needs_of
+from zc.checking.progress import Progress
+from zc.checking.reference import First, Reference
+from zc.checking.report import KINDS, Finding, Report
+from zc.checking.values import Randomness, digest, packed, unpacked
+from zc.checks import check_initialized, check_module, is_on_cpu, left_to_ranks
+from zc.config import OPTIONS, Config, check_count
+from zc.errors import PlanError, ZcError
+from zc.log import tell
+from zc.prepare import fingerprint, resolve
+from zc.ranks.group import Group
+from zc.ranks.mesh import ranks_of
+from zc.registry import COMPILED
+from zc.report.summary import megabytes
+
+WITHOUT_REFERENCE = ("rank-dependent", "not-finite", "other-optimizer")
+NOTES = ("not-joined", "sum-of-losses", "own-buffers", "not-compared")
+
+
+def check(
+    step: Step,
+    model: nn.Module,
+    optimizer: Any,
+    batches: Iterable[Any],
+    *,
+    update: Update | None = None,
+    updates: int = 3,
+    microbatches: int = 1,
+    progress: bool | None = None,
+    **options: Any,
+) -> Report:
+    """Whether training does on these ranks what it does on one device: runs a few updates both ways, on copies.
+
+    All ranks call it, before `compile`, with what they are about to train. On each rank plain PyTorch trains a
+    copy, op by op, with the batches of all ranks one after the other and the mean of their gradients, as DDP promises.
+    Then zc trains another copy with ``options``, op by op and as compiled. Losses, gradients, weights, optimizer states
+    and buffers are compared by name, and the report names the first difference, and its cause where it knows one. How
+    far two runs may be apart is found by running the reference beside itself, off by one rounding. docs/check.md
+    lists the faults. ``model``, ``optimizer`` and the generators of random numbers are as before afterwards::
+
+        def step(model, batch):
+            x, y = batch
+            return F.cross_entropy(model(x), y)
+
+        report = zc.check(step, model, optimizer, loader, stage=2)
+        print(report)
+
+    Args:
+        step: from the model and one batch to the loss, without backward: what your loop has between taking a batch and
+            ``loss.backward()``. It must use the model that it is given, for it gets copies.
+        optimizer: as `compile` takes it, fresh.
+        batches: this rank's; the first ``updates * microbatches`` are taken, on the model's device.
+        update: ``update(model, optimizer)``, what your loop has between backward and ``zero_grad()``, such as clipping
+            and ``optimizer.step()``; None: the steps alone. It must use what it is given.
+        microbatches: batches of an update, whose gradients add up.
+        progress: whether rank 0 shows on stderr how far it is, and first how much memory is needed; None: if stderr is
+            a terminal.
+        options: those of `compile`.
+
+    Raises:
+        PlanError, TypeError: an argument does not fit, there are too few batches, or memory is too small.
+        RankMismatchError: another rank has raised, or ranks differ in what they were given. What ``step`` and
+        ``update`` raise comes through.
+    """
+    check_initialized()
+    if unknown := sorted(options.keys() - OPTIONS - {"device", "group", "mesh"}):
+        raise TypeError(f"zc.check takes the options of zc.compile, and {', '.join(unknown)} is none of them")
+    group, mesh = options.get("group"), options.get("mesh")
+    ranks = ranks_of(mesh, group, reads_memory=is_on_cpu(model, None))
+    try:
+        with ranks.refuse_together():
+            loop, own = _accept(
+                Loop(step, update or steps_of, model, optimizer, updates, microbatches, Config(), options, ranks,
+                     torch.device("cpu")), batches
+            )  # fmt: skip
+        generators = Randomness(loop.device)
+        before, marks = generators.get(), _marks(model, optimizer)
+        try:
+            report = _check(loop, own, before, progress)
+        finally:
+            generators.set(before)
+        if (after := _marks(model, optimizer)) != marks:
+            changed = sorted(name for name in after if after[name] != marks.get(name))
+            raise ZcError(
+                "the step or update that zc.check was given changes your own model or optimizer, and not the copy that "
+                f"it gets: {', '.join(changed[:3])}. Let both use their arguments, and leave schedulers out"
+            )
+        return report
+    finally:
+        ranks.close()
+
+
+def _accept(loop: Loop, batches: Iterable[Any]) -> tuple[Loop, list[Any]]:
+    """The loop with its options resolved, and this rank's batches. Raises PlanError or TypeError."""
+    for name, function in (("step", loop.step), ("update", loop.update)):
+        if not callable(function):
+            raise TypeError(f"{name} must be a function, got {type(function).__name__}")
+    check_module(loop.model)
+    check_count("updates", loop.num_updates)
+    check_count("microbatches", loop.microbatches)
+    if loop.model in COMPILED:
+        raise PlanError(f"this {type(loop.model).__name__} is compiled already: call zc.check before zc.compile")
+    unset = [n for n, t in (*loop.model.named_parameters(), *loop.model.named_buffers()) if t.device.type == "meta"]
+    if unset:
+        raise PlanError(f"{unset[0]} is on the meta device, and zc.check needs values: give it a model that has them")
+    if own_names := sorted(left_to_ranks(loop.model)):
+        raise PlanError(
+            f"{', '.join(own_names[:3])}: DistributedDataParallel was told to leave these to each rank, and zc.check "
+            "has one model for all ranks: check it without that list"
+        )
+    options = {name: value for name, value in loop.options.items() if name not in ("dump_dir", "device")}
+    config = Config(**{name: value for name, value in options.items() if name in OPTIONS})
+    device = next((p.device for p in loop.model.parameters() if p.requires_grad), torch.device("cpu"))
+    wanted = loop.num_updates * loop.microbatches
+    own = list(itertools.islice(batches, wanted))
+    if len(own) < wanted:
+        raise PlanError(
+            f"there are {len(own)} batches, and updates={loop.num_updates} with microbatches={loop.microbatches} takes "
+            f"{wanted}: give more, or ask for fewer updates"
+        )
+    needs = needs_of(loop.model, loop.world_size, loop.num_updates, loop.microbatches)
+    check_memory(needs, device, loop.world_size)
+    return replace(loop, config=config, options=options, device=device), own
+
+
+def _check(loop: Loop, own: list[Any], random: dict[str, Any], shown: bool | None) -> Report:
+    ranks = loop.ranks
+    with ranks.refuse_together():
+        lines = _try_to_plan(loop)
+    lines += [f"updates={loop.num_updates}", f"microbatches={loop.microbatches}"]
+    ranks.same_everywhere("the model or an option", lines, "Give zc.check the same on all ranks")
+    needed = needs_of(loop.model, loop.world_size, loop.num_updates, loop.microbatches)
+    is_shown = ranks.rank == 0 and (sys.stderr.isatty() if shown is None else shown)
+    if is_shown:
+        tell(f"zc.check needs {megabytes(sum(needed))} on each of {loop.world_size} ranks, without activations")
+    report = Report(loop.world_size, loop.num_updates, loop.microbatches, dict(loop.options), needed_nbytes=sum(needed))
+    found = _gather_all(loop, own, random)
+    per_run = loop.num_updates * loop.microbatches
+    backends = list(dict.fromkeys(("eager", loop.config.backend)))
+    plain = per_run * (1 if loop.world_size == 1 else loop.world_size) * (1 + NUM_SAMPLES)
+    progress = Progress(plain + per_run * len(backends), shown=is_shown)
+    try:
+        found = _look_and_run(loop, report, progress, backends, found)
+    finally:
+        progress.end()
+    return _finished(report, found, ranks)
+
+
+def _try_to_plan(loop: Loop) -> list[str]:
+    """What `compile` would compare between ranks. Raises what it would refuse."""
+    options = {name: value for name, value in loop.options.items() if name in OPTIONS}
+    if options.get("offload") == "disk":
+        options.update(offload="cpu", offload_dir=None)  # the same plan without files
+    model, optimizer = copied(loop.model, loop.optimizer)
+    request = resolve(model, optimizer, options, loop.ranks)
+    request.discard()
+    return fingerprint(model, request.config, request.assignment)
+
+
+def _gather_all(loop: Loop, own: list[Any], random: dict[str, Any]) -> list[Finding]:
+    """Gives the loop the batches and generators of all ranks, and rank 0's weights."""
+    ranks = loop.ranks
+    tensors = dict(itertools.chain(loop.model.named_parameters(), loop.model.named_buffers()))
+    digests = {name: digest(tensor) for name, tensor in tensors.items()}
+    with ranks.refuse_together():
+        sent = packed(own)
+    rows = ranks.gather_objects((sent, random, digests, options_of(loop.optimizer)))
+    loop.batches = [own if rank == loop.rank else unpacked(row[0], loop.device) for rank, row in enumerate(rows)]
+    loop.random = [row[1] for row in rows]
+    found = looks.of_options([row[3] for row in rows]) + looks.of_data(loop.batches)
+    if other := looks.of_weights([row[2] for row in rows]):
+        found += other
+        loop.model, loop.optimizer = copied(loop.model, loop.optimizer)
+        values = {name: tensor.detach().cpu() for name, tensor in tensors.items()} if loop.rank == 0 else {}
+        (first, *_) = ranks.gather_objects(values)
+        with torch.no_grad():
+            for name, tensor in itertools.chain(loop.model.named_parameters(), loop.model.named_buffers()):
+                tensor.copy_(first[name])
+    return found
+
+
+def _look_and_run(
+    loop: Loop, report: Report, progress: Progress, backends: list[str], found: list[Finding]
+) -> list[Finding]:
+    ranks, rank = loop.ranks, loop.rank
+    reference, scratch, seen = _record(loop)
+    rows = ranks.gather_objects(seen)
+    loop.is_together = any(row.collectives for row in rows)
+    loop.rounding = rounding_of(loop.config, set().union(*(row.dtypes for row in rows)))
+    names: set[str] = set().union(*(row.drawn for row in rows))
+    found += looks.of_random_numbers(loop.random, names) + looks.of_collectives(seen, rank)
+    if names and len(backends) > 1:
+        loop.model, loop.optimizer = copied(loop.model, loop.optimizer)
+        looks.stop_dropout(loop.model)
+        reference, scratch, seen = _record(loop)
+        names = set().union(*(row.drawn for row in ranks.gather_objects(seen)))
+        text = "the step draws random numbers, and compiled code draws others: "
+        text += "compiled code was not compared" if names else "everything was compared without dropout"
+        found.append(Finding("not-compared", text))
+        backends = backends[:1] if names else backends
+    progress.begin("plain PyTorch, all ranks' batches")
+    with ranks.refuse_together():
+        found += looks.of_inputs(loop, scratch)
+    trace = list(reference.run(progress.advance))
+    first = reference.first
+    del reference  # with its weights and states
+    progress.begin("the same, off by one rounding")
+    samples = (Reference(loop, noise=1 + k) for k in range(NUM_SAMPLES))
+    allowed = Allowed.around(trace, (sample.run(progress.advance) for sample in samples))
+    found += looks.of_numbers(trace) + looks.of_buffers(loop, trace[-1])
+    if (cause := causes.of_own_update(first)) is not None:
+        found.append(Finding(cause.code, cause.text, rank))
+    found += looks.of_detached(loop, scratch, trace)
+    found += looks.of_ranks(loop, allowed, trace) if not loop.is_together else []
+    if any(ranks.gather_objects(any(finding.code in WITHOUT_REFERENCE for finding in found))):
+        return [*found, Finding("not-compared", "plain PyTorch gives no one answer, so zc was not compared with it")]
+    if loop.world_size > 1 and not names and not loop.is_together:
+        found += looks.of_mean(loop, scratch, allowed)
+    differing: dict[str, Difference] = {}
+    for backend in backends:
+        found += _run_backend(loop, report, progress, backend, allowed, first, differing)
+    if "inductor" in differing and "eager" not in differing and "aot_eager" not in backends:
+        progress.add(loop.num_updates * loop.microbatches)
+        _run_backend(loop, report, progress, "aot_eager", allowed, first, differing)
+    chosen = loop.config.backend
+    if chosen in differing and "eager" not in differing:
+        alone = any(ranks.gather_objects(looks.compiled_differs(loop, scratch, allowed, chosen)))
+        found.append(_of_compiled(differing, chosen, alone=alone))
+    return found
+
+
+def _record(loop: Loop) -> tuple[Reference, looks.Scratch, looks.Seen]:
+    """The reference before its first update, a model to try things on, and what its forward does."""
+    seen = looks.Seen()
+    with loop.ranks.refuse_together():
+        reference = Reference(loop)
+        scratch = looks.Scratch(loop, copied(reference.model, reference.optimizer)[0])
+        _, grads = scratch.try_batch(loop.batch(loop.rank, 0, 0), seen=seen)
+        if not grads:
+            raise PlanError(
+                "the loss of step reaches no parameter of the model that step is given: use that one, its first "
+                "argument, and not another model"
+            )
+    return reference, scratch, seen
+
+
+def _of_compiled(differing: dict[str, Difference], chosen: str, *, alone: bool) -> Finding:
+    is_inductor = chosen == "inductor" and "aot_eager" not in differing
+    who = "Inductor's code" if is_inductor else "code that Dynamo and AOTAutograd have traced"
+    whose = "torch.compile differs in the same way without zc" if alone else "torch.compile alone does not, so it is zc"
+    code = "compiler" if alone else "zc-compiled"
+    first = differing[chosen]
+    text = f"{who} differs from op by op, first in {describe(first)}; {whose}"
+    return Finding(code, text, first.rank, chosen)
+
+
+def _run_backend(
+    loop: Loop, report: Report, progress: Progress, backend: str, allowed: Allowed, first: First,
+    differing: dict[str, Difference],
+) -> list[Finding]:  # fmt: skip
+    """Runs the loop through zc, and compares. Where this is not the first backend that differs, nothing is said."""
+    progress.begin(f"zc, {backend}")
+    differences: list[Difference] = []
+    moments: list[Moment] = []  # up to the first that differs
+    notes: list[Finding] = []
+    earliest: Difference | None = None
+    for number, moment in enumerate(sharded_run.run(loop, backend, progress.advance)):
+        own = allowed.compare(number, moment, loop)
+        notes += [Finding("not-compared", note, loop.rank) for note in moment.notes[: not notes]]
+        differences += own
+        bad = [each for each in own if not each.size <= each.allowed]
+        if earliest is None and bad:
+            earliest = min(bad, key=lambda each: each.place)
+            moments.append(moment)
+    rows = loop.ranks.gather_objects((earliest, worst_of(differences)))
+    report.worst[backend] = {
+        kind: max((worst[kind] for _, worst in rows if kind in worst), key=lambda each: each.ratio)
+        for kind in KINDS
+        if any(kind in worst for _, worst in rows)
+    }
+    firsts = [one for one, _ in rows if one is not None]
+    if not firsts:
+        return notes
+    one = min(firsts, key=lambda each: (each.place[:2], each.rank, each.place[2]))
+    differing[backend] = one
+    report.first[backend] = describe(one)
+    if backend != "eager":
+        return notes
+    cause = None
+    if loop.rank == one.rank and earliest is not None:
+        cause = _cause(one, moments[0], allowed.trace[one.update], first if one.update == 0 else None, loop)
+    (cause,) = loop.ranks.gather_objects(cause)[one.rank : one.rank + 1]
+    code, text = cause if cause is not None else ("zc", causes.UNKNOWN)
+    return [*notes, Finding(code, f"{text} (zc, {backend}: {describe(one)})", one.rank, backend)]
+
+
+def _cause(one: Difference, got: Moment, wanted: Moment, first: First | None, loop: Loop) -> causes.Cause | None:
+    if one.key.kind == "gradient":
+        return causes.of_gradients(got, wanted, first, loop.rank, loop.world_size)
+    if one.key.kind == "weight":
+        return causes.of_weights(got, wanted, first)
+    named = {
+        "state": ("optimizer-state", "zc's optimizer holds another state than a plain one"),
+        "buffer": ("buffer", "zc's forward leaves another buffer than plain PyTorch"),
+        "loss": ("loss", "the forward on zc's model gives another loss than plain PyTorch"),
+    }[one.key.kind]
+    return causes.Cause(*named)
+
+
+def _finished(report: Report, found: list[Finding], ranks: Group) -> Report:
+    """The findings of all ranks, each once."""
+    seen: set[tuple[str, str]] = set()
+    for finding in itertools.chain(*ranks.gather_objects(found)):
+        key = (finding.code, finding.backend)
+        if key not in seen:
+            seen.add(key)
+            (report.notes if finding.code in NOTES else report.findings).append(finding)
+    return report
+
+
+def _marks(model: nn.Module, optimizer: Any) -> dict[str, str]:
+    """What must be as before."""
+    tensors: Iterator[tuple[str, torch.Tensor]] = itertools.chain(model.named_parameters(), model.named_buffers())
+    marks = {name: digest(tensor) for name, tensor in tensors}
+    marks.update({f"gradient of {name}": str(p.grad is None) for name, p in model.named_parameters()})
+    return marks | {name: str(options) for name, options in options_of(optimizer)}
