@@ -207,9 +207,9 @@ def judge(program: Program, launches: list[list[Outcome | None]], wanted: Wanted
         if len(matching) == len(last) and any(applies(part) for part in program.parts):
             return Verdict("refused", f"{kind}: {words}")
     raised = any(_some_raised_alone(part) for part in program.parts)
+    are_cut_off = len(errors) == len(last) and all(error[0] in CUT_OFF for _, error in errors)
     # a backward that raised on all ranks, and had brought gradients on some of them: these wait for the others there
-    waits = crosses(program) or (raised and len(program.parts) > 1)
-    if waits and len(errors) == len(last) and all(error[0] in CUT_OFF for _, error in errors):
+    if are_cut_off and (crosses(program) or (raised and len(program.parts) > 1)):
         return Verdict("refused", "ranks wait for each other in different models")
     # cleared past optimizer.zero_grad after a backward that raised, before a collective of the loop's own
     if raised and any("A backward raised on rank" in error[1] for _, error in errors):

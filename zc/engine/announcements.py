@@ -161,12 +161,14 @@ class Announcements:
         `has_grad` is the same on all ranks."""
         proposal, self._proposal = self._proposal, None
         reduced, flags = list[int](), self._accs.touched_flags()
+        in_sums: Collection[int] = ()  # buckets whose gradients are all in every rank's sums
         is_complete = False  # the flags are those of all ranks
         if proposal is not None:
             begun = proposal.announcement
             is_agreed = begun.is_same()
             if is_agreed:
                 self._add_to_sums(begun)
+                in_sums = set(range(len(self.plan.buckets))).difference(unreduced)
             is_complete = proposal.is_boundary and begun.all_flags(len(flags))
             if not is_agreed or (proposal.is_boundary and not is_complete):
                 ended = self._announce_end(self._flags(unreduced=unreduced), is_boundary=proposal.is_boundary)
@@ -175,7 +177,11 @@ class Announcements:
                     _, reduced, _ = self._split(flags)
                 if reduced:
                     self._add_to_sums(ended)
+                    in_sums = {*in_sums, *reduced}
         self._add_grads(flags, is_complete=is_complete)
+        for bucket in in_sums:  # inside no_sync another rank's are there, too, and not known here
+            pairs = zip(self._reduced[bucket], self.has_grad[bucket], strict=True)
+            self._reduced[bucket] = [before or has_grad for before, has_grad in pairs]
         return reduced
 
     def cut_short(self) -> list[int]:
@@ -202,10 +208,12 @@ class Announcements:
                 flags[bucket.index] = [False] * len(bucket.slots)
         self._proposal = None
 
-    def drop(self, dropped: Collection[Where], *, set_to_none: bool) -> None:
+    def drop(self, dropped: Collection[Where], *, set_to_none: bool) -> list[int]:
         """The gradients of some parameters were dropped, or made zeros. As after `clear`, no later announcement matches
         one that another rank made earlier. If one rank alone drops a gradient that all ranks have reduced, the boundary
-        raises. A loop over all parameters counts once, however many of them have a gradient here."""
+        raises. A loop over all parameters counts once, however many of them have a gradient here. Returns the
+        optimizers of which this was the last gradient that this rank knows of: with them go those of other ranks."""
+        had_one = {self.plan.buckets[bucket].optimizer for bucket, slot in dropped if self.has_grad[bucket][slot]}
         for bucket, slot in dropped:
             if not self._dropped or (bucket, slot) in self._dropped:
                 self._dropped.clear()
@@ -218,8 +226,7 @@ class Announcements:
                 self._in_sums[optimizer] = count, plus(checksum, what)
             self._reduced[bucket][slot] = False
             self.has_grad[bucket][slot] = self.has_grad[bucket][slot] and not set_to_none
-        optimizers = {self.plan.buckets[bucket].optimizer for bucket, _ in dropped}
-        self.token_counts.clear([k for k in sorted(optimizers) if self._has_dropped_all_of(k)])
+        return [k for k in sorted(had_one) if self._has_dropped_all_of(k)]
 
     def _has_dropped_all_of(self, optimizer: int) -> bool:
         """Whether each gradient of this optimizer is among those that were dropped, or made zeros, one by one."""

@@ -462,7 +462,7 @@ class Runtime(Core):
         if self.is_finished:
             self.wait_for_host_memory()
         else:
-            self.drop(list(values), set_to_none=False)
+            self._drop(list(values), set_to_none=False)
         self.announcements.assign(values)
         for (bucket, slot), value in values.items():
             self.accumulators.touched[bucket][slot] = True
@@ -476,16 +476,24 @@ class Runtime(Core):
             self.streams.join_main()
 
     def drop(self, slots: Sequence[Where], *, set_to_none: bool) -> None:
-        """The gradients of some parameters were set to None, or become zeros. Asks no other rank: the boundary does."""
+        """The gradients of some parameters were set to None, or become zeros. Asks no other rank: the boundary does.
+        After the last one of an optimizer nothing is left of its gradients: inside no_sync the sums have some that only
+        other ranks know of."""
+        for optimizer in self._drop(slots, set_to_none=set_to_none):
+            self.clear(set_to_none=set_to_none, optimizer=optimizer)
+
+    def _drop(self, slots: Sequence[Where], *, set_to_none: bool) -> list[int]:
+        """Returns the optimizers of which no gradient is left here."""
         self._join_gradients()
         self._forget_boundary()
         self.wait_for_host_memory()
-        self.announcements.drop(slots, set_to_none=set_to_none)
+        without_any = self.announcements.drop(slots, set_to_none=set_to_none)
         for bucket, slot in slots:
             self.deposits.drop(bucket, slot)
             self.accumulators.drop(bucket, slot, set_to_none=set_to_none)
         if set_to_none:
             self.listener.gradients_dropped([self.plan.buckets[bucket].slots[slot].name for bucket, slot in slots])
+        return without_any
 
     def clear(self, *, set_to_none: bool, optimizer: int | None = None) -> None:
         """zero_grad of the module (None) or of one optimizer."""

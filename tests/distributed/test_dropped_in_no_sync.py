@@ -1,0 +1,91 @@
+"""Gradients of a microbatch in no_sync, which stage 2 has reduced, and which ranks drop that know of different ones."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from harness import run_ranks
+from torch import Tensor, nn
+
+import zc
+
+
+class Forked(nn.Module):
+    """A trunk on all ranks, and a head that only some use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.head = nn.Linear(3, 3), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor, uses_head: bool) -> Tensor:
+        x = torch.tanh(self.trunk(x))
+        return (self.head(x) if uses_head else x).square().sum()
+
+
+def _make_zeros(model: Forked) -> None:
+    model.zero_grad(set_to_none=False)
+
+
+def _make_zeros_by_hand(model: Forked) -> None:
+    for param in model.parameters():
+        if param.grad is not None:
+            param.grad.zero_()
+
+
+def _drop_by_hand(model: Forked) -> None:
+    for param in model.parameters():
+        param.grad = None
+
+
+WAYS = {way.__name__: way for way in (_make_zeros, _make_zeros_by_hand, _drop_by_hand)}
+
+
+def _compiled(rank: int, stage: int, *, has_two: bool = False) -> tuple[Forked, list[torch.optim.Optimizer]]:
+    """After a microbatch, in no_sync, in which rank 1 alone uses the head."""
+    torch.manual_seed(1)
+    model = Forked()
+    groups = [model.trunk.parameters(), model.head.parameters()] if has_two else [model.parameters()]
+    optimizers: list[torch.optim.Optimizer] = [torch.optim.SGD(group, lr=0.1) for group in groups]
+    zc.compile(model, optimizers, backend="eager", stage=stage, bucket_nbytes=4096)
+    with zc.no_sync(model):
+        model(torch.ones(2, 3), rank == 1).backward()
+    return model, optimizers
+
+
+def _train(rank: int, world_size: int, way: str, stage: int) -> dict[str, Tensor]:
+    model, (optimizer,) = _compiled(rank, stage)
+    WAYS[way](model)
+    model(torch.full((1, 3), 0.5 + rank), True).backward()
+    optimizer.step()
+    with zc.whole_parameters(model):
+        return {name: param.detach().clone() for name, param in model.named_parameters()}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_nothing_of_them_is_left(way: str, stage: int) -> None:
+    torch.manual_seed(1)
+    model = Forked().double()
+    losses = [model(torch.full((1, 3), 0.5 + rank, dtype=torch.double), True) for rank in range(2)]
+    torch.stack(losses).mean().backward()
+    wanted = {name: p.detach() - 0.1 * (0.0 if p.grad is None else p.grad) for name, p in model.named_parameters()}
+    for weights in run_ranks(_train, 2, way, stage):
+        for name, weight in wanted.items():
+            torch.testing.assert_close(weights[name].double(), weight, rtol=0, atol=1e-6)
+
+
+def _one_alone(rank: int, world_size: int, has_two: bool) -> str:
+    model, optimizers = _compiled(rank, 2, has_two=has_two)
+    if has_two:  # rank 0 knows of no gradient of the second optimizer, and sees no call
+        type(optimizers[1]).zero_grad(optimizers[1])
+    elif model.head.bias.grad is not None:
+        model.head.bias.grad.zero_()  # its weight keeps a gradient
+    with pytest.raises(zc.RankMismatchError) as raised:
+        optimizers[0].step()
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("has_two", [False, True])
+def test_gradients_that_one_rank_drops_alone_are_refused(has_two: bool) -> None:
+    for text in run_ranks(_one_alone, 2, has_two):
+        assert "what the gradients hold" in text and "by optimizer.zero_grad()" in text
