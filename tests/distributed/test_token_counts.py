@@ -288,6 +288,13 @@ def _forgets_one(model: Small, rank: int, _: Any) -> None:
     model(rows(rank, 1)).backward()
 
 
+def _begins_after_a_read(model: Small, rank: int, _: Any) -> None:
+    model(rows(rank, 0)).backward()
+    assert model.second.bias.grad is not None
+    model.second.bias.grad.norm()
+    _plain(model, rank, (1,))
+
+
 def _forgets_on_one_rank(model: Small, rank: int, _: Any) -> None:
     if rank == 1:
         zc.count(model, 2)
@@ -327,6 +334,7 @@ def said_by(call: Callable[[], object]) -> str:
 
 REFUSED = {
     _forgets_one: "rank 0: 1 call(s) of zc.count and 2 backward(s); rank 1: 1 call(s) of zc.count and 2 backward(s)",
+    _begins_after_a_read: "rank 0: 1 call(s) of zc.count and 2 backward(s)",
     _forgets_on_one_rank: "rank 0: 0 call(s) of zc.count and 1 backward(s); rank 1: 1 call(s)",
     _counts_twice: "rank 0: 2 call(s) of zc.count and 1 backward(s)",
     _counts_too_early: "rank 0 called zc.count before zero_grad",

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from harness import run_ranks
 from torch import nn
 
@@ -33,6 +34,7 @@ def waits_of_a_clocked_step(rank: int, world_size: int, memory: bool, options: d
     zc.compile(model, optimizer, bucket_nbytes=300, **options)
     for _ in range(8):
         loss = model(torch.ones(2, 8)).square().mean()
+        dist.barrier()  # else another rank may be later, on a busy machine
         if rank == LATE:
             time.sleep(LATE_S)
         loss.backward()

@@ -104,8 +104,8 @@ class TokenCounts:
         tokens. None: they stay."""
         scales, self._scales = self._scales, []
         for k, scale in enumerate(scales):
-            self._totals[k] = Totals()
-            self._is_scaled[k] = self._is_scaled[k] or scale is not None
+            if scale is not None:  # else a later microbatch may be counted, and these were not
+                self._totals[k], self._is_scaled[k] = Totals(), True
         return scales
 
 
