@@ -15,8 +15,8 @@ _OF_THREAD = threading.local()
 
 
 class WaitForRank(NamedTuple):
-    """``rank``: its number in the default group; None: a collective, which does not tell whose part came last. The
-    times are of time.perf_counter_ns()."""
+    """``rank``: its number in the default group; None: a collective, which does not tell whose part came last, or what
+    another thread waits for. The times are of time.perf_counter_ns()."""
 
     rank: int | None
     start: int

@@ -44,8 +44,11 @@ class Work:
     def advance(self, seconds: float | None) -> bool:
         """Does steps for at most ``seconds``. Returns whether all of them are done."""
         end = None if seconds is None else time.monotonic() + seconds
-        if not self._lock.acquire(timeout=-1 if seconds is None else seconds):
-            return False  # another thread does the steps
+        if not self._lock.acquire(blocking=False):  # another thread does the steps
+            started = time.perf_counter_ns()
+            if not self._lock.acquire(timeout=-1 if seconds is None else seconds):
+                return False
+            note_wait(None, started)
         try:
             while self._steps:
                 if not self._steps[0](None if end is None else max(0.0, end - time.monotonic())):
