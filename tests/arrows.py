@@ -62,11 +62,7 @@ zc.engine.operations -> zc.engine.weight_operations
 zc.engine.runtime -> zc.engine.announcements
 zc.engine.runtime -> zc.engine.buffer_sync
 zc.engine.runtime -> zc.weights.weights
-zc.optim.model -> zc.offload.disk
-zc.optim.model -> zc.offload.disk_file
 zc.optim.optimizer -> zc.engine.owners
-zc.optim.optimizer -> zc.offload.disk_file
-zc.optim.optimizer -> zc.offload.host_step
 zc.passes.pipeline -> zc.passes.offload_gradients
 zc.passes.pipeline -> zc.passes.window_weights
 zc.passes.pipeline -> zc.passes.write_in_place

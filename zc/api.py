@@ -25,12 +25,16 @@ from zc.engine.buffers import Buffers
 from zc.engine.runtime import Runtime
 from zc.engine.streams import make_streams
 from zc.engine.unset import Unset
+from zc.engine.updater import Updater
 from zc.errors import ZcError
 from zc.fill import broadcast_rest, fill, restore, snapshot
 from zc.meta import place
+from zc.offload.host_step import HostStep
 from zc.optim import methods
 from zc.optim.assignment import Container
+from zc.optim.kinds import is_elementwise
 from zc.optim.model import ShardedModel
+from zc.optim.optimizer import ShardedOptimizer
 from zc.plan_checks import check_shards_fit
 from zc.planning.blocks import find_singles, matrices_around
 from zc.prepare import Request, fingerprint, notes_of, resolve
@@ -176,7 +180,7 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
         broadcast_rest(model, runtime.placed, ranks)
         fill(runtime, request.plan.with_weights, unset_params)
         runtime.unset = Unset(unset_params, unset_buffers)
-        compiled = ShardedModel(runtime, request.assignment, request.state_file)
+        compiled = ShardedModel(runtime, request.assignment, partial(_make_updater, request))
         _install(model, compiled, call)
         undo.pop_all()  # nothing failed
     return model, optimizer
@@ -196,6 +200,13 @@ def _make_runtime(request: Request, ranks: Group) -> Runtime:
     for note in notes_of(request, ranks):
         runtime.say_once(note)
     return runtime
+
+
+def _make_updater(request: Request, one: ShardedOptimizer) -> Updater:
+    if request.plan.offload is None:
+        return Updater(one.runtime)
+    by_bucket = is_elementwise(one.optimizer)
+    return HostStep(one.runtime, one.number, one.local, one.slices, request.state_file, by_bucket=by_bucket)
 
 
 def _make_buffer_sync(model: nn.Module, runtime: Runtime) -> BufferSync | None:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import zc
 from zc.errors import PlanError
 from zc.offload import disk_file
+from zc.offload.host_step import HostStep
 from zc.optim.trials import state_keys
 
 DIM = 16
@@ -235,9 +236,9 @@ def test_state_that_was_loaded_moves_to_the_file_and_new_state_is_announced(tmp_
     model, optimizer = build(offload="disk", offload_dir=tmp_path)
     train(model, optimizer, 0, range(1))
     optimizer.load_state_dict(optimizer.state_dict())
-    disk = zc.registry.sharded(model).disk
-    assert disk is not None
-    file = disk.file
+    updater = zc.registry.sharded(model).optimizers[0].updater
+    assert isinstance(updater, HostStep) and updater.disk is not None
+    file = updater.disk.file
     spans = [(t.data_ptr(), t.data_ptr() + t.nbytes) for t in map(file.tensor, file.regions)]
 
     def outside() -> int:

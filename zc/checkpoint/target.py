@@ -243,10 +243,8 @@ def commit(model: nn.Module, sharded_model: ShardedModel, target: Target) -> Non
                     current.copy_(value if isinstance(value, Tensor) else torch.as_tensor(value))
                 else:
                     group[key] = value
-    if sharded_model.disk is not None:
-        sharded_model.disk.file.begin_update()  # state of an earlier run no longer belongs to these masters
-        for bucket in sharded_model.runtime.plan.buckets:
-            sharded_model.disk.move_to_file(bucket.index)
+    for each in sharded_model.optimizers:
+        each.updater.take_loaded_state([bucket.index for bucket in each.buckets])
 
 
 def _commit_others(one: ShardedOptimizer, target: Target, states: Mapping[str, dict[str, Any]]) -> None:

@@ -25,7 +25,7 @@ delays the update by a step for this overlap; zc never changes the results.)
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +34,7 @@ from torch import Tensor, fx, nn
 
 from zc.engine.operations import Function
 from zc.engine.program import Program
+from zc.engine.updater import Updater
 from zc.machine import num_threads
 from zc.offload.disk import DiskState
 from zc.planning.plan import Plan
@@ -43,7 +44,7 @@ from zc.schedule.nodes import put
 from zc.schedule.spec import CastParam, CopyToDevice, Op, Publish, Spread, Update, gather_node
 
 if TYPE_CHECKING:
-    from zc.engine.core import Core
+    from zc.engine.runtime import Runtime
     from zc.offload.disk_file import StateFile
 
 
@@ -80,13 +81,15 @@ def _bring_weights(graph: fx.Graph, plan: Plan, index: int, source: Buffer, stag
         put(graph, gather_node(plan, index, weights))
 
 
-class HostStep:
+class HostStep(Updater):
     """Runs the caller's optimizer, as its class sees it (`zc.optim.local`), on masters in host memory. ``by_bucket``:
     its update is elementwise, so buckets may be updated one after another."""
 
+    moves_slices = True
+
     def __init__(
         self,
-        core: Core,
+        runtime: Runtime,
         number: int,
         optimizer: Any,
         slices: Mapping[str, nn.Parameter],
@@ -94,8 +97,9 @@ class HostStep:
         *,
         by_bucket: bool,
     ) -> None:
-        self.core, self.optimizer, self._by_bucket = core, optimizer, by_bucket
-        plan = core.plan
+        super().__init__(runtime)
+        self.optimizer, self._by_bucket = optimizer, by_bucket
+        plan = runtime.plan
         self._slices = [[slices[s.name] for s in b.slots if s.name in slices] for b in plan.buckets]
         # by whether they update, of all its buckets: sets of changed ones are without number (layer drop)
         self._programs: dict[bool, Program] = {}
@@ -103,13 +107,13 @@ class HostStep:
         self._is_done = False
         self._next: dict[int, int] = {}  # bucket -> the one updated after it
         self._groups: list[dict[str, Any]] = []  # of the optimizer, while buckets are updated one by one
-        self.disk = DiskState(core, file, optimizer, slices) if file is not None else None
+        self.disk = DiskState(runtime, file, optimizer, slices) if file is not None else None
         self.num_threads = torch.get_num_threads()
         if plan.buckets[0].device.type == "cpu":
             saves = "only the optimizer's state leaves it" if file is not None else "so it saves no memory here"
-            core.say_once(f"offload: parameters are in host memory already, {saves}")
+            runtime.say_once(f"offload: parameters are in host memory already, {saves}")
         else:
-            self.num_threads = num_threads(core.group.world_size)
+            self.num_threads = num_threads(runtime.group.world_size)
             prefer_fused(optimizer)
         fused = "fused " if any(group.get("fused") for group in optimizer.param_groups) else ""
         how = "bucket by bucket as gradients land" if by_bucket else "all at once, after the last gradient has landed"
@@ -129,7 +133,7 @@ class HostStep:
         if self.disk is not None:
             self.disk.begin_update()
         if not self._is_done:
-            self.core.wait_for_host_memory()
+            self.runtime.wait_for_host_memory()
             return
         self._groups = self.optimizer.param_groups
         try:
@@ -151,8 +155,10 @@ class HostStep:
         return has_scaler
 
     def after(self, changed: tuple[int, ...]) -> None:
-        """Called after the optimizer's step. Copies the changed weights to the device, unless `before` did."""
-        if not self._is_done:
+        """Copies the changed weights to the device, unless `before` did."""
+        if self._is_done:
+            self.runtime.weights.published(changed)
+        else:
             self.publish(changed)
         self._is_done = False
 
@@ -161,26 +167,42 @@ class HostStep:
         if self.disk is not None:
             for bucket in changed:
                 self.disk.move_to_file(bucket)
-        self._run(changed, with_update=False)
+        self._bring(changed)
 
-    def publish_all(self, buckets: tuple[int, ...]) -> None:
-        """Copies the weights to the device after masters were loaded."""
+    def publish_loaded(self, buckets: tuple[int, ...]) -> None:
+        self._bring(buckets)
+
+    def _bring(self, buckets: tuple[int, ...]) -> None:
         self._run(buckets, with_update=False)
+        self.runtime.weights.published(buckets)
+
+    def take_loaded_state(self, buckets: Sequence[int]) -> None:
+        if self.disk is not None:
+            self.disk.file.begin_update()  # state of an earlier run no longer belongs to these masters
+            for bucket in buckets:
+                self.disk.move_to_file(bucket)
+
+    def flush(self, take_over_writes: Callable[[], None]) -> None:
+        if self.disk is None:
+            super().flush(take_over_writes)
+            return
+        self.runtime.streams.synchronize()
+        self.disk.flush(take_over_writes)
 
     def _run(self, buckets: tuple[int, ...], *, with_update: bool) -> None:
         if not buckets:
             return
         if with_update not in self._programs:
-            graph = step_graph(self.core.plan, self._buckets, with_update=with_update)
+            graph = step_graph(self.runtime.plan, self._buckets, with_update=with_update)
             name = f"{self._name}_{len(self._programs)}"
             own: dict[type[Op], Function] = {
                 Update: self.update, CastParam: self.cast_param, CopyToDevice: self.copy_to_device,
             }  # fmt: skip
-            self._programs[with_update] = self.core.build(graph, self.core.plan, name=name, overrides=own)
+            self._programs[with_update] = self.runtime.build(graph, self.runtime.plan, name=name, overrides=own)
         self._next = dict(itertools.pairwise(buckets))
         some = None if len(buckets) == len(self._buckets) else frozenset(buckets)
-        self._programs[with_update]([], self.core.streams, buckets=some)
-        self.core.streams.join_main()
+        self._programs[with_update]([], self.runtime.streams, buckets=some)
+        self.runtime.streams.join_main()
 
     # --- the operations ---
 
@@ -200,15 +222,15 @@ class HostStep:
             self.disk.move_to_file(bucket)
 
     def cast_param(self, bucket: int, dst: str, src: str) -> None:
-        record = self.core.plan.buckets[bucket]
-        self.core.buffers.named(dst, record).copy_(self.core.buffers.named(src, record).detach())
+        record = self.runtime.plan.buckets[bucket]
+        self.runtime.buffers.named(dst, record).copy_(self.runtime.buffers.named(src, record).detach())
 
     def copy_to_device(self, bucket: int, dst: str, src: str) -> None:
-        record = self.core.plan.buckets[bucket]
-        buffers, source = self.core.buffers, self.core.buffers.named(src, record)
+        record = self.runtime.plan.buckets[bucket]
+        buffers, source = self.runtime.buffers, self.runtime.buffers.named(src, record)
         out = buffers.staged_run(dst, record) if Buffer.named(dst).kind == "staging" else buffers.named(dst, record)
         # of one rank that updates whole parameters the shard has padding, its masters have none
-        self.core.accumulators.move(out[: source.numel()], source, "to_device")
+        self.runtime.accumulators.move(out[: source.numel()], source, "to_device")
 
 
 @contextmanager

@@ -18,8 +18,6 @@ from torch import Tensor, nn
 
 from zc import torch_private
 from zc.engine.core import Listener
-from zc.errors import PlanError
-from zc.offload.disk import DiskState
 from zc.optim.assignment import Assignment
 from zc.optim.grad_shards import GradShards
 from zc.optim.optimizer import ShardedOptimizer
@@ -30,7 +28,7 @@ from zc.planning.plan import Bucket
 
 if TYPE_CHECKING:
     from zc.engine.runtime import Runtime
-    from zc.offload.disk_file import StateFile
+    from zc.optim.optimizer import MakeUpdater
 
 
 _KEPT = {0: object()}
@@ -38,9 +36,9 @@ _ALONE = sys.getrefcount(_KEPT[0])  # of an object that a dictionary alone holds
 
 
 class ShardedModel(Listener):
-    """The state of one model on one rank. ``file``: the state file, with offload="disk"."""
+    """The state of one model on one rank."""
 
-    def __init__(self, runtime: Runtime, assignment: Assignment, file: StateFile | None) -> None:
+    def __init__(self, runtime: Runtime, assignment: Assignment, make_updater: MakeUpdater) -> None:
         self.runtime, self.container = runtime, assignment.container
         self.grad_shards = GradShards(runtime)
         self._writes = ParamWrites(runtime)
@@ -52,7 +50,7 @@ class ShardedModel(Listener):
         self.adopt(runtime.plan.buckets)
         runtime.listener = self
         for optimizer in self.optimizers:
-            optimizer.start(file)
+            optimizer.start(make_updater)
 
     def adopt(self, buckets: Sequence[Bucket]) -> None:
         """Gives the parameters in these buckets their ShardedGrads, and their optimizers slices of them."""
@@ -71,18 +69,9 @@ class ShardedModel(Listener):
         self.grad_shards.forget_numbers()
         self._writes.leave(params)
 
-    @property
-    def disk(self) -> DiskState | None:
-        """The state on disk, with offload="disk"."""
-        step = self.optimizers[0].offload
-        return step.disk if step is not None else None
-
     def flush_state(self) -> None:
         """See `zc.flush_state`."""
-        if self.disk is None:
-            raise PlanError("zc.flush_state is for offload='disk', and this model was compiled without")
-        self.runtime.streams.synchronize()
-        self.disk.flush(self._writes.take_over)
+        self.optimizers[0].updater.flush(self._writes.take_over)
 
     def gradients_ready(self) -> None:
         """Sets ``param.grad`` of every parameter with a gradient to its ShardedGrad."""
@@ -142,14 +131,8 @@ class ShardedModel(Listener):
 
     def publish_all(self) -> None:
         """Publishes all weights again after the masters were loaded, and waits, so that the caller may read them."""
-        everything = tuple(b.index for b in self.runtime.plan.buckets)
-        steps = [(o.offload, tuple(b.index for b in o.buckets)) for o in self.optimizers if o.offload is not None]
-        for step, buckets in steps:
-            step.publish_all(buckets)
-            self.runtime.weights.published(buckets)
-        if not steps:
-            self.runtime.weights.publish(everything, is_exact=True)
-            self.runtime.weights.synchronize()
+        for each in self.optimizers:
+            each.updater.publish_loaded(tuple(bucket.index for bucket in each.buckets))
         self._writes.remember()
 
     def take_over_writes(self) -> None:

@@ -20,11 +20,10 @@ from zc import torch_private
 from zc.engine.memory_order import flattened, in_shape
 from zc.engine.owners import gather_whole
 from zc.errors import ZcError
-from zc.offload.host_step import HostStep
 from zc.optim.class_methods import candidates, mentions, on_slices
 from zc.optim.closures import Arguments, Closures, closure_in
 from zc.optim.grad_shards import GradShards
-from zc.optim.kinds import is_elementwise, is_known
+from zc.optim.kinds import is_known
 from zc.optim.local import second_object, take_options
 from zc.optim.param_writes import ParamWrites
 from zc.optim.sharded_grad import ShardedGrad
@@ -36,7 +35,9 @@ from zc.planning.plan import Bucket
 
 if TYPE_CHECKING:
     from zc.engine.runtime import Runtime
-    from zc.offload.disk_file import StateFile
+    from zc.engine.updater import Updater
+
+    MakeUpdater = Callable[["ShardedOptimizer"], Updater]
 
 
 class ShardedOptimizer:
@@ -71,16 +72,16 @@ class ShardedOptimizer:
         self.methods: list[str] = []  # of the class, that run on slices when the caller calls them
         self._clears = Clears.NOTHING  # what its step leaves of gradients
         self._updating: tuple[int, ...] | None = None  # inside of the class's step: buckets with a gradient
-        self.offload: HostStep | None = None
+        self.updater: Updater  # from `start` on
         self._remove_hooks: Callable[[], None] | None = None
 
-    def start(self, file: StateFile | None) -> None:
-        """Registers the hooks, by which the caller's ``step()`` updates the slices. ``file``: with offload="disk"."""
-        if self.runtime.plan.offload is not None:
-            by_bucket = is_elementwise(self.optimizer)
-            self.offload = HostStep(self.runtime, self.number, self.local, self.slices, file, by_bucket=by_bucket)
-            take_options(self.local, self.optimizer)
-            self.state.note(self._names.values() if self.local.state else ())  # of an earlier run's file
+    def start(self, make_updater: MakeUpdater) -> None:
+        """Registers the hooks, by which the caller's ``step()`` updates the slices."""
+        had_state = bool(self.local.state)
+        self.updater = make_updater(self)
+        take_options(self.local, self.optimizer)
+        if self.local.state and not had_state:  # of an earlier run's file
+            self.state.note(self._names.values())
         self._remove_hooks = torch_private.surround_step(
             self.optimizer, self._before_hooks, self._before_step, self._after_step
         )
@@ -156,9 +157,7 @@ class ShardedOptimizer:
 
     def _check_places(self, when: str) -> None:
         """Raises ZcError where a slice has left its master: updates would go to memory that nobody reads."""
-        if self.offload is not None:  # it moves slices itself
-            return
-        for name, own_slice in self.slices.items():
+        for name, own_slice in self.slices.items() if not self.updater.moves_slices else ():
             if own_slice.data_ptr() != self._places[name]:
                 raise ZcError(
                     f"{when} the .data of the optimizer's {name} was set to another tensor, and zc reads the one that "
@@ -307,8 +306,7 @@ class ShardedOptimizer:
         self.look_at_groups()
         changed = self._touched()
         self._install(changed)
-        if self.offload is not None:
-            self.offload.before(changed)
+        self.updater.before(changed)
         self._updating = changed
         self._hide_empty_groups()
         return (self.local, *args[1:]), kwargs
@@ -317,11 +315,7 @@ class ShardedOptimizer:
         changed, self._updating = self._updating or (), None
         self._leave()
         self._check_places("in step()")
-        if self.offload is not None:
-            self.offload.after(changed)
-            self.runtime.weights.published(changed)
-        else:
-            self.runtime.weights.publish(changed)
+        self.updater.after(changed)
         self.state.note_update(changed)
         self._writes.remember()
         self.runtime.after_update(self.number)
@@ -352,11 +346,7 @@ class ShardedOptimizer:
             flags = [int(not torch.equal(before[index], master)) for index, master in masters.items()]
             flags = runtime.group.max_on_host(flags, f"the end of {cls.__name__}.{name}()")
             changed = tuple(index for index, is_changed in zip(masters, flags, strict=True) if is_changed)
-            if self.offload is not None:
-                self.offload.publish(changed)
-                runtime.weights.published(changed)
-            else:
-                runtime.weights.publish(changed)
+            self.updater.publish(changed)
             self._writes.remember()
             runtime.weights.watch()
             if reads_grads:

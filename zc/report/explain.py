@@ -12,6 +12,7 @@ from torch import nn
 from zc.engine.accumulators import Acc
 from zc.engine.program import Program
 from zc.errors import PlanError
+from zc.offload.host_step import HostStep
 from zc.passes.write_in_place import nbytes_in_place
 from zc.planning.hops import Way, hops_to_gather
 from zc.planning.plan import Bucket, Plan
@@ -25,7 +26,6 @@ from zc.schedule.nodes import text
 
 if TYPE_CHECKING:
     from zc.engine.runtime import Runtime
-    from zc.offload.host_step import HostStep
 
 
 LONGEST_LIST = 30  # lines of a section that `str` shows
@@ -90,7 +90,7 @@ def _sections(model: nn.Module) -> dict[str, str]:
     for number, planned in enumerate(runtime.weights.planned):
         sections[f"residency of weights, pass {number}"] = residency.table(planned.residency, runtime.plan)
     if runtime.plan.offload is not None:
-        sections["offload"] = _offload(runtime, [o.offload for o in optimizers if o.offload is not None])
+        sections["offload"] = _offload(runtime, [o.updater for o in optimizers if isinstance(o.updater, HostStep)])
     by_bucket = _schedules_of_buckets(runtime)
     if by_bucket:
         sections["schedules of gradients that came through hooks or waited for the end"] = "\n".join(
@@ -123,8 +123,8 @@ def _page(model: nn.Module, first: summary.Summary, sections: Mapping[str, str])
 def _printed(model: nn.Module) -> list[Program]:
     """The schedules that have a section: those of equal blocks once, and the updates in host memory."""
     schedules = summary.schedules(sharded(model).runtime)
-    steps = [optimizer.offload for optimizer in sharded(model).optimizers if optimizer.offload is not None]
-    return [*(p for p in schedules if p.like is None), *(program for step in steps for program in step.programs)]
+    updates = [program for each in sharded(model).optimizers for program in each.updater.programs]
+    return [*(p for p in schedules if p.like is None), *updates]
 
 
 def _schedules_of_buckets(runtime: Runtime) -> list[Program]:
