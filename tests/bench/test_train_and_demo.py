@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 import json
 import math
@@ -16,7 +17,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from bench import baton, demo, train
+import zc
+from bench import baton, demo, demo_check, train
 from bench.report.progress import Progress
 
 # --- training and the demo's verdict ---
@@ -88,6 +90,27 @@ def test_the_demo_trains_in_the_fast_dtype() -> None:
     runs = {name: fake_run(loss) for name, loss in losses.items()}
     assert demo.problems(runs, "bf16") == [] != demo.problems(runs, "fp32")
     assert "casts" in demo.causes(fake_runs(), "bf16")[0] and "casts" not in demo.causes(fake_runs(), "fp32")[0]
+
+
+def test_the_demo_ends_with_a_check_of_its_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    for make, dtype in ((demo_check.make_bf16, torch.bfloat16), (demo_check.make_fp32, None)):
+        given = make()
+        assert given.keys() <= inspect.signature(zc.check).parameters.keys() | {"param_dtype"}
+        assert given["param_dtype"] is dtype and len(given["batches"]) == given["microbatches"]
+    assert given["step"](given["model"], given["batches"][0]).item() == pytest.approx(math.log(4096), abs=0.3)
+    # the status of the command is the demo's
+    args, _ = demo.parse(["--stage", "3", "--ranks", "4"])
+    commands: list[list[str]] = []
+
+    def run(command: list[str], **_: object) -> subprocess.CompletedProcess:
+        commands.append(command)
+        return subprocess.CompletedProcess(command, len(commands) - 1)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    assert demo.check_on_one_device(args, "fp32") == []
+    assert demo.check_on_one_device(args, "fp32") == ["zc.check ended with status 1; what it found is above"]
+    assert commands[0][1:] == ["-m", "zc", "check", "bench.demo_check:make_fp32", "--ranks", "4", "--stage", "3"]
 
 
 def fake_runs() -> dict[str, dict]:
