@@ -1,8 +1,10 @@
-"""python -m bench.load_memory: the most memory that each of 4 ranks takes while it loads 1.2 GB of weights.
+"""python -m bench.load_memory: the most memory that each of 4 ranks takes for 1.2 GB of weights: to load them, and to
+hash all of them by `zc.iter_weights`.
 
 The model is made on meta, in stage 3, and reads a folder of safetensors. Counted is the process's highest resident size
 (VmHWM) beyond that of an interpreter which has imported torch, and of one which has imported Dynamo, too, as
-any optimizer of torch does. Each rank compares its elements with those of the folder afterwards.
+any optimizer of torch does. Each rank compares its elements with those of the folder afterwards. Of `zc.iter_weights`
+it is the highest resident size while each weight is added up, beyond that before the loop, when a rank has its shards.
 """
 
 from __future__ import annotations
@@ -46,7 +48,8 @@ def rank(folder: Path) -> None:
     from torch import nn
 
     import zc
-    from bench.measure import peak_rss_nbytes
+    from bench.measure import peak_rss_nbytes, reset_peak_rss
+    from zc.registry import sharded
 
     dist.init_process_group("gloo")
     with torch.device("meta"):
@@ -58,13 +61,19 @@ def rank(folder: Path) -> None:
     for name, own in zc.state_dict(model, optimizer)["model"].items():
         elements = getattr(own, "local", own)
         assert torch.equal(elements, torch.full_like(elements, value(int(name.split(".")[0])))), name
-    (folder / f"{dist.get_rank()}.peak").write_text(str(peak))
+    assert reset_peak_rss(), "this kernel does not let a process reset its peak"
+    before = peak_rss_nbytes()
+    for name, weight in zc.iter_weights(model):
+        assert weight.sum(dtype=torch.float64) == value(int(name.split(".")[0])) * DIM * DIM, name
+    unit = max(bucket.nbytes for bucket in sharded(model).runtime.plan.buckets)
+    seen = {"load": peak, "iterate": peak_rss_nbytes() - before, "unit": unit}
+    (folder / f"{dist.get_rank()}.json").write_text(json.dumps(seen))
     zc.close(model)
     dist.destroy_process_group()
 
 
-def beyond(num_ranks: int) -> dict[str, list[int]]:
-    """Bytes of each rank beyond each of the interpreters."""
+def measure(num_ranks: int) -> tuple[dict[str, int], list[dict[str, int]]]:
+    """Bytes of each of the interpreters, and what each rank has seen."""
     bare = {
         name: 1024 * int(subprocess.check_output([sys.executable, "-c", imports + _SIZE]))
         for name, imports in _IMPORTS.items()
@@ -75,8 +84,8 @@ def beyond(num_ranks: int) -> dict[str, list[int]]:
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
         script = ["-m", "bench.load_memory", "--rank-of", name]
         subprocess.run([sys.executable, *launcher, *script], env=env, check=True, stdout=subprocess.DEVNULL)
-        peaks = [int((Path(name) / f"{k}.peak").read_text()) for k in range(num_ranks)]
-    return {name: [peak - nbytes for peak in peaks] for name, nbytes in bare.items()}
+        seen = [json.loads((Path(name) / f"{k}.json").read_text()) for k in range(num_ranks)]
+    return bare, seen
 
 
 def main() -> None:
@@ -87,9 +96,13 @@ def main() -> None:
     if args.rank_of is not None:
         rank(args.rank_of)
         return
-    for name, nbytes in beyond(args.ranks).items():
-        most = max(nbytes) / 1e9
-        print(f"{NBYTES / 1e9:.3f} GB on {args.ranks} ranks: at most {most:.3f} GB beyond {name}")
+    bare, seen = measure(args.ranks)
+    size = f"{NBYTES / 1e9:.3f} GB on {args.ranks} ranks"
+    for name, nbytes in bare.items():
+        most = (max(each["load"] for each in seen) - nbytes) / 1e9
+        print(f"{size}: to load them at most {most:.3f} GB beyond {name}")
+    most, unit = (max(each[key] for each in seen) / 1e6 for key in ("iterate", "unit"))
+    print(f"{size}: to iterate over them at most {most:.1f} MB beyond the shards; a unit has {unit:.1f} MB")
 
 
 if __name__ == "__main__":

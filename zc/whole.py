@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import mmap
+import sys
 from collections.abc import Collection, Generator, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,6 +14,8 @@ from torch import Tensor, nn
 
 from zc.errors import PlanError
 from zc.registry import sharded
+
+_LARGE_NBYTES = 2**20
 
 
 @contextmanager
@@ -68,9 +72,20 @@ def iter_weights(model: nn.Module, *, ranks: Collection[int] | None = None) -> I
 def _copies(model: nn.Module, *, is_wanted: bool) -> Iterator[tuple[str, Tensor]]:
     with contextlib.closing(whole_values(model, is_wanted=is_wanted)) as values:
         for keys, value in values:
-            copied = value.clone()
+            copied = _own_copy(value)
             for key in keys:  # a tied weight has several
                 yield key, copied
+
+
+def _own_copy(value: Tensor) -> Tensor:
+    """A clone; a large one on pages of its own. glibc does not always use an aligned piece again that was given back,
+    so a loop that clones and drops one weight after the other would grow to the size of the model."""
+    if value.device.type != "cpu" or value.nbytes < _LARGE_NBYTES or sys.platform != "linux":
+        return value.clone()
+    like = torch.empty_like(value, device="meta")
+    pages = mmap.mmap(-1, value.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    storage = torch.frombuffer(pages, dtype=torch.uint8).untyped_storage()
+    return torch.empty(0, dtype=value.dtype).set_(storage, 0, like.size(), like.stride()).copy_(value)
 
 
 @torch.no_grad()
