@@ -210,7 +210,7 @@ def test_a_rank_holds_its_shards_and_one_unit(tmp_path: Path) -> None:
 
 @full_only
 def test_a_rank_of_four_loads_a_model_of_1_2_gb_and_hashes_it() -> None:
-    """0.302 GB of shards; nothing else but code that zc imports, gloo's threads and one piece of a file. Iterating takes
+    """0.302 GB of shards; nothing else but code that zc imports, gloo's threads and a piece of a file. Iterating takes
     two units, and the two copies that a loop holds while it asks for the next one; 20 MB are code that runs for the
     first time."""
     bare, seen = measure(4)
