@@ -127,6 +127,8 @@ def test_no_gradient_can_be_lost(source: str) -> None:
             assert not examine(graph, plan_of(graph)), case.name
             every = 1 if FULL and len(case.plan.buckets) < 64 else 5
             for kind, name, mutant in gradient_mutants.of(graph, every, first=number):
+                if kind == "difference lost" and case.plan.world_size == 1:
+                    continue  # one rank's gather loses nothing where it is left out: a wait is too many
                 total[kind] += 1
                 assert examine(mutant, plan_of(graph)).faults, f"{case.name}: {kind}: {name} is accepted"
                 if FULL or total.total() % 5 == 0:

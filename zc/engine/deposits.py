@@ -12,6 +12,7 @@ passes make them when they are first needed, and verify proves them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -46,8 +47,10 @@ class Deposits:
     until the boundary at the latest (zc/engine/announcements.py).
     """
 
-    def __init__(self, streams: Streams, passes: Sequence[Pass], accs: Accumulators) -> None:
-        self.streams, self._passes, self._accs = streams, passes, accs
+    def __init__(
+        self, streams: Streams, passes: Sequence[Pass], accs: Accumulators, dump_dir: str | Path | None = None
+    ) -> None:
+        self.streams, self._passes, self._accs, self._dump_dir = streams, passes, accs, dump_dir
         self._deposits: dict[int, dict[int, _Deposit]] = {}  # by bucket and slot
         self._programs: dict[tuple[str, int, bool], Program] = {}
         self.reduced: set[int] = set()  # buckets that this backward has reduced, compiled graphs included
@@ -141,7 +144,9 @@ class Deposits:
             if kind != "flush":
                 passes = [p for p in passes if p.name not in ("bucket_gradients", "reduce_buckets")]
             relaxed = [p._replace(requires=frozenset()) for p in passes]
-            self._programs[key] = build(graph, plan, relaxed, Operations(self._accs), name=f"{kind}_bucket_{index}")
+            name = f"{kind}_bucket_{index}" if is_boundary else f"{kind}_bucket_{index}_of_a_microbatch"
+            operations = Operations(self._accs)
+            self._programs[key] = build(graph, plan, relaxed, operations, name=name, dump_dir=self._dump_dir)
         return self._programs[key]
 
 

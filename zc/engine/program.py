@@ -11,6 +11,7 @@ from torch import fx
 from torch.profiler import record_function
 
 from zc.engine.streams import Streams
+from zc.passes import certificate
 from zc.passes.base import Pass
 from zc.passes.runner import PassRecord, run_passes
 from zc.planning.plan import Plan
@@ -106,7 +107,8 @@ def build(
     dump_dir: str | Path | None = None,
 ) -> Program:
     """Takes ``graph`` through ``passes``, compiles its segments, and generates the Python that runs it.
-    ``operations`` get the segments, and are of this program alone."""
+    ``operations`` get the segments, and are of this program alone. ``dump_dir``: where to keep what the passes make,
+    the Python, and the certificate of what was proved (`zc.passes.certificate`)."""
     scheduled, records = run_passes(graph, plan, passes, dump_dir=dump_dir, name=name)
     for node, op in ops_in(scheduled):
         if isinstance(op, spec.Segment):
@@ -114,4 +116,6 @@ def build(
             operations.segments[op.key] = compile_segment(node.meta["segment"])
     if dump_dir is not None:
         (Path(dump_dir) / name / "schedule.py").write_text(codegen.generate(scheduled))
+        if any(record.name == "verify" for record in records):
+            certificate.write(Path(dump_dir) / name, scheduled, plan)
     return Program(name, scheduled, plan, codegen.load(scheduled), operations, records)
