@@ -147,7 +147,8 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
 
     Looking inside:
         verify: False skips the proof of each schedule; explain says so.
-        dump_dir: a folder for each graph before and after every pass, and the schedule as Python.
+        dump_dir: a folder for each graph before and after every pass, the schedule as Python, and the certificate of its
+            proof (docs/proof.md).
 
     Raises:
         PlanError (a ValueError), TypeError: an option, the model or the optimizer can't be planned; nothing has
