@@ -169,6 +169,11 @@ def test_a_file_that_was_edited_is_refused_by_its_pair() -> None:
     everything = [[chain["buffer"], 0, None]]
     widened = edited(**{name: {"writes": everything} for name, n in by_name.items() if not n["outside"]})
     assert widened.count("nothing orders") > 5
+    writer = next(node for node in intact["nodes"] if "gradient" in node)
+    bucket = intact["buckets"][str(writer["bucket"])]
+    cut, (start, stop) = bucket["slots"][0][0] + 1, bucket["slots"][0]
+    halves = {**writer["gradient"], "extents": [[0, cut], [cut, bucket["numel"]]]}  # every element, and no slot whole
+    assert f"slot 0 is [{start}, {stop})" in edited(**{writer["name"]: {"gradient": halves}})
     twice = copy.deepcopy(intact)
     twice["nodes"].append(twice["nodes"][0])
     assert checker.check(twice) == ["two nodes have the same name"]
