@@ -185,6 +185,9 @@ def test_a_schedule_without_its_debt_is_checked_for_what_it_has() -> None:
     assert checker.check({**stated, "owes": None}) == []
     missing = {**stated["owes"], "gradients": [*stated["owes"]["gradients"], [0, 77]]}
     assert "bucket 0, slot 77 is owed, and nobody brings it" in checker.check({**stated, "owes": missing})
+    for reduced in ([], [*stated["owes"]["reduced"], 9]):
+        owes = {**stated["owes"], "reduced": reduced}
+        assert "times too often or too seldom" in "".join(checker.check({**stated, "owes": owes}))
 
 
 # --- as a program gets them ---
