@@ -22,6 +22,14 @@ class Pass(NamedTuple):
     provides: frozenset[str] = frozenset()
 
 
+class Pipelines(NamedTuple):
+    """The passes that make a schedule of a backward graph, and of a forward graph whose weights come while it reads
+    them."""
+
+    backward: tuple[Pass, ...]
+    forward: tuple[Pass, ...]
+
+
 def copy_node(node: fx.Node, graph: fx.Graph, where: dict[fx.Node, fx.Node]) -> fx.Node:
     """Copies a node to the end of another graph, with its name and metadata. ``where`` maps old nodes to new ones."""
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: where[n])

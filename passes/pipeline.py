@@ -1,21 +1,22 @@
-"""The order of the passes. Each is described in its own file, with its IR before and after."""
+"""The order of the passes. Each is described in its own file, with its IR before and after.
+
+`zc.compile` makes the pipelines and hands them over, so that the core knows no feature that has a pass of its own.
+"""
 
 from __future__ import annotations
 
 from zc.passes import (
     bucket_gradients,
-    insert_events,
     keep_fusions,
     offload_gradients,
     outline_segments,
-    place_on_streams,
     reduce_buckets,
     tag_gradients,
-    verify,
     window_weights,
     write_in_place,
 )
-from zc.passes.base import Pass
+from zc.passes.base import Pass, Pipelines
+from zc.passes.scheduling import scheduling
 
 
 def pipeline(*, in_place: bool, prove: bool = True, windows: bool = False) -> tuple[Pass, ...]:
@@ -35,8 +36,6 @@ def forward_pipeline(*, prove: bool = True) -> tuple[Pass, ...]:
     return scheduling(window_weights.PASS, outline_segments.PASS, prove=prove)
 
 
-def scheduling(*first: Pass, prove: bool, prefix: str = "e") -> tuple[Pass, ...]:
-    """The passes ``first``, and those that make a schedule of their result. ``prove``: verify it; ``prefix``: of the
-    names of its events."""
-    passes = (*first, place_on_streams.PASS, insert_events.with_prefix(prefix))
-    return (*passes, verify.PASS) if prove else passes
+def pipelines(*, in_place: bool, prove: bool, windows: bool) -> Pipelines:
+    """See `pipeline`."""
+    return Pipelines(pipeline(in_place=in_place, prove=prove, windows=windows), forward_pipeline(prove=prove))

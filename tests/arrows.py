@@ -46,7 +46,7 @@ WINGS = {
     "in_place": "zc.passes.write_in_place",
     "buffers": "zc.engine.buffer_sync",
     "checkpoint": "zc.checkpoint", "report": "zc.report zc.schedule.cost", "integrations": "zc.integrations",
-    "checking": "zc.checking",
+    "checking": "zc.checking", "the order of the passes, those of wings included": "zc.passes.pipeline",
 }  # fmt: skip
 # Imports of wings that the core still has, in functions or for types, too. The list only gets shorter.
 STILL = """
@@ -63,9 +63,6 @@ zc.engine.runtime -> zc.engine.announcements
 zc.engine.runtime -> zc.engine.buffer_sync
 zc.engine.runtime -> zc.weights.weights
 zc.optim.optimizer -> zc.engine.owners
-zc.passes.pipeline -> zc.passes.offload_gradients
-zc.passes.pipeline -> zc.passes.window_weights
-zc.passes.pipeline -> zc.passes.write_in_place
 zc.passes.verify -> zc.passes.residency
 zc.planning.hops -> zc.planning.wire
 zc.planning.nbytes -> zc.planning.wire

@@ -35,6 +35,7 @@ from zc.optim.assignment import Container
 from zc.optim.kinds import is_elementwise
 from zc.optim.model import ShardedModel
 from zc.optim.optimizer import ShardedOptimizer
+from zc.passes.pipeline import pipelines
 from zc.plan_checks import check_shards_fit
 from zc.planning.blocks import find_singles, matrices_around
 from zc.prepare import Request, fingerprint, notes_of, resolve
@@ -147,8 +148,8 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
 
     Looking inside:
         verify: False skips the proof of each schedule; explain says so.
-        dump_dir: a folder for each graph before and after every pass, the schedule as Python, and the certificate of its
-            proof (docs/proof.md).
+        dump_dir: a folder for each graph before and after every pass, the schedule as Python, and the certificate of
+            its proof (docs/proof.md).
 
     Raises:
         PlanError (a ValueError), TypeError: an option, the model or the optimizer can't be planned; nothing has
@@ -194,7 +195,9 @@ def _make_runtime(request: Request, ranks: Group) -> Runtime:
     if plan.topology.has_levels:
         ranks.shard.open_levels()
     buffers, params = Buffers(plan, ranks.shard.rank), dict(request.assignment.params)
-    runtime = Runtime(request.config, buffers, ranks, make_streams(device), params, make_weights)
+    config = request.config
+    passes = pipelines(in_place=config.write_in_place, prove=config.verify, windows=bool(plan.sharded))
+    runtime = Runtime(config, buffers, ranks, make_streams(device), params, passes, make_weights)
     runtime.frozen = {n: p for n, p in request.model.named_parameters() if n not in params}
     in_buckets = plan.slot_of()
     runtime.placed.update({n: p for n, p in runtime.frozen.items() if n in in_buckets})

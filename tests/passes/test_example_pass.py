@@ -13,7 +13,7 @@ from graphs import chain, plan_for
 from torch import fx, nn
 
 import zc
-from zc.engine import core
+from zc.passes import pipeline as order
 from zc.passes import tag_gradients
 from zc.passes.base import Pass
 from zc.passes.pipeline import pipeline
@@ -36,7 +36,7 @@ def gradients(step: Pass, stage: int) -> tuple[dict[str, torch.Tensor], dict[str
     (2 * model(x)).mean().backward()
     plain = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad()
-    with mock.patch.object(core, "pipeline", longer):
+    with mock.patch.object(order, "pipeline", longer):
         optimizer = torch.optim.SGD(model.parameters())
         model, optimizer = zc.compile(model, optimizer, stage=stage, backend="aot_eager", bucket_nbytes=256)
         (2 * model(x)).mean().backward()

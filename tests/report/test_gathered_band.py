@@ -14,7 +14,7 @@ from zc.config import Config
 from zc.engine.binding import Operations
 from zc.engine.clock import ClockedStep, Span
 from zc.engine.program import Program, build
-from zc.passes.pipeline import scheduling
+from zc.passes.scheduling import scheduling
 from zc.passes.weights_schedule import PREFIX, weights_graph
 from zc.planning.packing import ParamSpec, make_plan
 from zc.planning.plan import Plan

@@ -22,7 +22,7 @@ from zc.engine.names import Names
 from zc.engine.program import Program, build
 from zc.engine.streams import Streams
 from zc.engine.unset import Unset
-from zc.passes.pipeline import forward_pipeline, pipeline, scheduling
+from zc.passes.scheduling import scheduling
 from zc.planning.layout import Slot
 from zc.planning.plan import Bucket, Plan
 from zc.ranks.group import Group
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from zc.config import Config
     from zc.engine.operations import Function
     from zc.engine.program import Segment
-    from zc.passes.base import Pass
+    from zc.passes.base import Pass, Pipelines
     from zc.schedule.spec import Op
 
 
@@ -77,6 +77,7 @@ class Core:
         group: Group,
         streams: Streams,
         params: dict[str, nn.Parameter],
+        pipelines: Pipelines,
     ) -> None:
         self.config, self.buffers, self.group, self.streams = config, buffers, group, streams
         # it refers to the tensors, so they live until the streams are recorded
@@ -92,11 +93,7 @@ class Core:
         self.num_left = 0  # parameters that have left the plan: schedules of before name their slots
         self.accumulators = Accumulators(buffers, group, Routes(self.plan, group, buffers.tables))
         self.inductor_options = config.inductor_options
-        # they make a schedule of a backward graph, and of a forward graph whose weights come while it reads them
-        self.backward_passes = pipeline(
-            in_place=config.write_in_place, prove=config.verify, windows=bool(self.plan.sharded)
-        )
-        self.forward_passes = forward_pipeline(prove=config.verify)
+        self.pipelines = pipelines
         self.programs: list[Program] = []  # of compiled backward graphs, for explain
         self.forwards: list[Program] = []  # of compiled forward graphs that are schedules
         # by canonical text: each with the check of the global state that it was compiled under

@@ -43,6 +43,7 @@ from zc.ranks.group import Group
 if TYPE_CHECKING:
     from zc.config import Config
     from zc.engine.names import BlockPlaces
+    from zc.passes.base import Pipelines
     from zc.ranks.journal import Journal
     from zc.weights.weights import Weights
 
@@ -81,14 +82,15 @@ class Runtime(Core):
         group: Group,
         streams: Streams,
         params: dict[str, nn.Parameter],
+        pipelines: Pipelines,
         make_weights: Callable[[Core], Weights],
     ) -> None:
-        super().__init__(config, buffers, group, streams, params)
+        super().__init__(config, buffers, group, streams, params, pipelines)
         self.accumulators.on_deposit = self._deposit
         self.announcements = Announcements(self.accumulators, group)
         on_device = any(bucket.device.type != "cpu" for bucket in self.plan.buckets)
         self.backwards = Backwards(weakly(self._drop_failed), drops_late=on_device)
-        self.deposits = Deposits(streams, self.backward_passes, self.accumulators, config.dump_dir)
+        self.deposits = Deposits(streams, pipelines.backward, self.accumulators, config.dump_dir)
         group.set_plan(self.plan)
         if group.journal is not None:
             self._watch_ranks(group.journal)
