@@ -291,6 +291,7 @@ class Announcements:
         """Starts the next exchange. ``grads``: a digest of the parameters that show a ``.grad``."""
         self._num_announced += 1
         self._dropped.clear()
+        self._group.record_call(what)
         sums = zlib.crc32(repr(sorted(self._in_sums.items())).encode())
         return Announcement(
             self._group, self._num_announced, what, sums, grads, self._num_cleared, flags, self._waits,

@@ -28,6 +28,7 @@ import contextlib
 import gc
 import json
 import os
+import secrets
 import sys
 import threading
 import time
@@ -42,6 +43,7 @@ from zc.log import log
 from zc.ranks import ending
 from zc.ranks.journal import STANDS_S, TICK_S, Journal
 from zc.ranks.process import Store, collective_of_the_caller, has_ended, publish_process
+from zc.ranks.trail import Trail
 from zc.ranks.verdicts import JOIN, Place, RankState, deadlock, difference, has_closed, late, ranks_in
 
 IDLE_S = 3.0  # others wait and this rank does not: then it collects garbage, and after twice as long again
@@ -63,6 +65,9 @@ class Watch:
         self._stop = threading.Event()
         self._farewell = [_CLOSED]  # what the thread tells the others at its end
         self._pid = os.getpid()
+        self.trail = Trail()  # the calling thread's
+        # the same on all ranks: names the files that they write when they differ
+        self.run = store.compare_set("run", "", secrets.token_hex(6)).decode()
         self._newest: dict[str, int] = {}  # by ranks, the number of their newest model; the calling thread's
         # only the watch's thread uses these
         self._own_state = RankState()  # as this rank has published it last
@@ -329,4 +334,7 @@ def _say_farewell() -> None:
     how = _AT_ITS_END if error is None else f"its program raised {type(error).__name__}: {error}"
     for watch in list(_ALL):
         if watch._pid == os.getpid():  # else a child that was forked ends
+            if error is not None:
+                for journal in watch._open():
+                    journal.report(error)
             watch.end(how)
