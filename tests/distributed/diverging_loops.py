@@ -180,10 +180,21 @@ def waits_in_its_own_collective(loop: Loop) -> None:
 
 Run = Callable[[Loop], None]
 IN_EVERY_STAGE: list[Run] = [
-    leaves_out_clipping, clips_alone, takes_another_norm, ends_one_batch_early, trains_one_batch_more, raises_and_goes_on,
-    raises_before_a_batch, drops_gradients_alone, drops_a_microbatch_alone, adds_a_backward_after_clipping, steps_twice,
-    reads_the_whole_gradient_alone, saves_alone, waits_in_its_own_collective,
-]  # fmt: skip
+    leaves_out_clipping,
+    clips_alone,
+    takes_another_norm,
+    ends_one_batch_early,
+    trains_one_batch_more,
+    raises_and_goes_on,
+    raises_before_a_batch,
+    drops_gradients_alone,
+    drops_a_microbatch_alone,
+    adds_a_backward_after_clipping,
+    steps_twice,
+    reads_the_whole_gradient_alone,
+    saves_alone,
+    waits_in_its_own_collective,
+]
 IN_STAGE_3: list[Run] = [asks_for_whole_weights_alone, evaluates_alone]
 CASES: list[tuple[Run, int, int]] = [
     *((run, stage, odd) for run in IN_EVERY_STAGE for stage in (1, 2, 3) for odd in (0, 1)),

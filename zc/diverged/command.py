@@ -22,7 +22,7 @@ MAX_COLUMNS = 4
 def run(arguments: Sequence[str]) -> int:
     """The exit status: 0 no difference, 1 a difference, 2 refused."""
     parser = argparse.ArgumentParser(prog="python -m zc diff", description=__doc__)
-    parser.add_argument("folder", type=Path, help="where the ranks have written rank-*.json; the note at the error has it")
+    parser.add_argument("folder", type=Path, help="where the ranks have written their files; the error has a note")
     parser.add_argument("--calls", type=int, default=12, help="the last calls to show")
     args = parser.parse_args(arguments)
     if args.calls < 1:
@@ -67,15 +67,16 @@ def _named(title: str, difference: Difference, files: Sequence[RankFile]) -> Ite
         if call is not None:
             yield f"  {span(ranks)}: {_words(call)} at {call.line}"
             continue
-        after = "made no call" if last is None else f"made no call after call {last.number} ({last.what}) at {last.line}"
-        yield f"  {span(ranks)}: {after}; stands at {stands[ranks[0]]}"
+        after = "" if last is None else f" after call {last.number} ({last.what}) at {last.line}"
+        yield f"  {span(ranks)}: made no call{after}; stands at {stands[ranks[0]]}"
     yield ""
 
 
 def _standing(files: Sequence[RankFile]) -> Iterator[str]:
     """Where ranks stand, what they wait for, and an error of their own."""
     texts = {
-        file.rank: f"stands at {file.stands}" + (f", waits in: {some(file.waits)}" if file.waits else "") for file in files
+        file.rank: f"stands at {file.stands}" + (f", waits in: {some(file.waits)}" if file.waits else "")
+        for file in files
     }
     for text, ranks in _grouped(texts):
         yield f"{span(ranks)}: {text}"
@@ -109,7 +110,7 @@ def _table(files: Sequence[RankFile], comparison: Comparison, num_calls: int) ->
             label = f"{mark} {first_call.number:4}" if k == 0 else "      "
             yield (label + "  " + "  ".join(f"{part:{WIDTH}}" for part in parts)).rstrip()
     if left:
-        yield f"  {len(left)} more ways to go, of {span(sum(left, []))}, are not shown"
+        yield f"  {len(left)} more ways to go, of {span(list(itertools.chain(*left)))}, are not shown"
     yield ""
 
 

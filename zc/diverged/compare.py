@@ -1,9 +1,9 @@
 """Where the calls of ranks first differ.
 
-All ranks make each *shared* call, so its number says which call of another rank it belongs to. Announcements may differ:
-ranks may have other branches, and other numbers of microbatches. So two things are told. **First difference**: the
-first call since the last update on which all ranks agreed that some rank made otherwise, or from another line. **No way
-on**: the first shared call that can't be matched, where the two are not the same.
+All ranks make each *shared* call, so its number says which call of another rank it belongs to. Announcements may
+differ: ranks may have other branches, and other numbers of microbatches. So two things are told. **The first
+difference** is the first call, since all ranks last agreed on an update, that some rank made otherwise or from another
+line. **No way on** is from the first shared call that can't be matched, where that is another one.
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ def _differ(lists: dict[int, list[Call]], key: Callable[[Call | None], object]) 
             for ranks in found.values():
                 calls = lists[ranks[0]]
                 call = calls[at] if at < len(calls) else None
-                behaviours.append(Behaviour(tuple(ranks), call, calls[min(at, len(calls)) - 1] if at and calls else None))
+                last = calls[min(at, len(calls)) - 1] if at and calls else None
+                behaviours.append(Behaviour(tuple(ranks), call, last))
             number = min(each.call.number for each in behaviours if each.call is not None)
             return Difference(number, behaviours)
     return None

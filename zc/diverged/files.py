@@ -113,12 +113,14 @@ def write(runtime: Runtime, journal: Journal, error: BaseException) -> str:
         making.replace(folder / f"rank-{rank}.json")
     except Exception as why:  # noqa: BLE001
         return f"rank {rank} could not write its last calls into {folder}: {type(why).__name__}: {why}"
-    return f"the last calls of rank {rank} are in {folder}. `python -m zc diff {folder}` lays those of all ranks side by side"
+    return (
+        f"the last calls of rank {rank} are in {folder}. `python -m zc diff {folder}` lays those of all ranks side by "
+        "side"
+    )
 
 
 def content(runtime: Runtime, journal: Journal, error: BaseException) -> RankFile:
-    trail, now = journal.watch.trail, time.monotonic()
-    waits = list(journal.waits.values())
+    trail = journal.watch.trail
     return RankFile(
         rank=journal.watch.rank,
         run=journal.watch.run,
@@ -128,7 +130,7 @@ def content(runtime: Runtime, journal: Journal, error: BaseException) -> RankFil
         stands=_stands(error),
         agreed=trail.agreed,
         calls=[_call(entry, journal) for entry in list(trail.entries)],
-        waits=[f"{journal.words(wait.entry)}, for {now - wait.since:.0f} s" for wait in waits],
+        waits=[journal.words(wait.entry) for wait in list(journal.waits.values())],
         exchanges=[journal.words(entry) for entry in journal.record.entries[-NUM_EXCHANGES:]],
         notes=list(runtime.notes),
         host=socket.gethostname(),

@@ -261,6 +261,7 @@ class Announcements:
         compare_pasts(self._group, announcement)
         if not announcement.has_same_sums():
             raise_sums_differ(self._group, [sums for _, sums in sorted(self._in_sums.items())])
+        self._group.record_agreement()
         flags = announcement.flags()
         touched, buckets, is_by_grad = self._split(flags)
         if is_by_grad and not announcement.shows_same_grads():  # on all ranks, and nothing has changed

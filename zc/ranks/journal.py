@@ -119,7 +119,6 @@ class Journal:
     def begin_update(self) -> None:
         """All ranks have the same record, so the next one begins."""
         self.record = Record(self.record.epoch + 1, [])
-        self.watch.trail.agree()
 
     def words(self, entry: Entry | str) -> str:
         """What is exchanged, and of which parameters. Announcements are words already."""
