@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
+import subprocess
+import sys
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
+from unittest import mock
 
 import diverging_loops
 import pytest
 import torch.distributed as dist
 from diverging_loops import CASES, Loop, line_of, model_of
-from harness import run_ranks
+from harness import ROOT, patience, run_ranks
 from models import Heads
 from training_runs import message_of
 
@@ -20,6 +24,7 @@ import zc
 from zc.diverged import command
 from zc.diverged.files import read
 
+EXAMPLES = ROOT / "docs" / "examples"
 AT_ONCE = 8  # pairs of ranks in one job: they wait, most of the time
 
 
@@ -30,11 +35,17 @@ def _pairs(rank: int, world_size: int, cases: Sequence[tuple[str, int, int]], fo
     groups = [dist.new_group([first, first + 1], timeout=limit) for first in range(0, world_size, 2)]
     name, stage, odd = cases[rank // 2]
     os.environ.update(ZC_RANK_TIMEOUT="1", ZC_DIVERGED_DIR=f"{folder}/{name}-{stage}-{odd}")
+    if name == "evaluates_alone":  # by memory a rank may gather alone
+        os.environ["ZC_HOST_MEMORY"] = "0"
     group = groups[rank // 2]
     model, optimizer = model_of(Heads, stage, group)
     loop = Loop(model, optimizer, rank % 2 == odd, group, f"{folder}/saved-{rank // 2}")
     kind, text = message_of(lambda: getattr(diverging_loops, name)(loop))
     return kind, text
+
+
+def test_there_are_fifty() -> None:
+    assert len(CASES) >= 50
 
 
 @pytest.mark.parametrize("start", range(0, len(CASES), AT_ONCE))
@@ -55,3 +66,76 @@ def test_the_first_difference_is_named_with_the_users_line(start: int, tmp_path:
         if not is_different or first is None or line not in first[0]:
             wrong.append(f"{where}: not {line} in\n{text}\n{raised[2 * at : 2 * at + 2]}")
     assert not wrong, "\n\n".join(wrong)
+
+
+def _example(rank: int, world_size: int, folder: str) -> list[str]:
+    """Job: the page's script. Returns the notes of its error."""
+    os.environ.update(ZC_RANK_TIMEOUT="1", ZC_DIVERGED_DIR=folder)
+    with mock.patch.object(dist, "init_process_group"), pytest.raises(zc.RankMismatchError) as raised:
+        runpy.run_path(str(EXAMPLES / "diverged.py"), run_name="__main__")
+    return getattr(raised.value, "__notes__", [])
+
+
+def test_the_page_shows_what_the_command_prints(tmp_path: Path) -> None:
+    notes = run_ranks(_example, 2, str(tmp_path), timeout=60.0)
+    for rank, said in enumerate(notes) if sys.version_info >= (3, 11) else ():
+        assert f"rank {rank} are in {tmp_path}. `python -m zc diff {tmp_path}` lays" in said[0]
+    printed = subprocess.run(
+        [sys.executable, "-m", "zc", "diff", str(tmp_path)],
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert printed.returncode == 1, printed.stderr
+    run = read(tmp_path)[0].run
+    page = (ROOT / "docs" / "diverged.md").read_text()
+    shown = printed.stdout.replace(f"{EXAMPLES}/", "").replace(run, "8f0c6d1e2a47").split("\n", 2)[2].strip()
+    assert shown in page, printed.stdout
+
+
+def _full_disk(rank: int, world_size: int, folder: str) -> str:
+    """Job: the files can't be written, since the folder is a file."""
+    os.environ.update(ZC_RANK_TIMEOUT="1", ZC_DIVERGED_DIR=folder)
+    assert dist.group.WORLD is not None
+    model, optimizer = model_of(Heads, 2, dist.group.WORLD)
+    loop = Loop(model, optimizer, rank == 1, dist.group.WORLD, "")
+    with pytest.raises(zc.RankMismatchError) as raised:
+        diverging_loops.drops_gradients_alone(loop)
+    return " ".join(getattr(raised.value, "__notes__", []))
+
+
+def test_a_file_that_can_not_be_written_changes_no_error(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for said in run_ranks(_full_disk, 2, str(tmp_path / "file"), timeout=60.0) if sys.version_info >= (3, 11) else ():
+        assert "could not write its last calls into" in said and "FileExistsError" in said
+
+
+def test_a_rank_that_ends_by_its_own_error_leaves_a_file(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(ENDS)
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    env.update(ZC_RANK_TIMEOUT="2", ZC_DIVERGED_DIR=str(tmp_path / "files"), WORLD_SIZE="2")
+    env["STORE"] = str(tmp_path / "store")
+    ranks = [
+        subprocess.Popen([sys.executable, str(script)], env={**env, "RANK": str(rank)}, stderr=subprocess.PIPE, text=True)
+        for rank in (0, 1)
+    ]
+    said = [rank.communicate(timeout=120 * patience())[1] for rank in ranks]
+    assert "LookupError" in said[1] and "LookupError" in said[0], said
+    text, is_different = command.report(read(tmp_path / "files"))
+    line = next(n for n, text in enumerate(ENDS.splitlines(), 1) if "raise" in text)
+    assert is_different and "rank 1: ended by LookupError: planted" in text
+    assert f"stands at {script}:{line} in <module>" in text, text
+
+
+ENDS = """
+import os, torch, torch.distributed as dist, zc
+rank = int(os.environ["RANK"])
+dist.init_process_group("gloo", store=dist.FileStore(os.environ["STORE"], 2), rank=rank, world_size=2)
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+zc.compile(model, optimizer, backend="eager")
+for step in range(3):
+    if rank == 1 and step == 2:
+        raise LookupError("planted")
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+"""
