@@ -1,4 +1,4 @@
-"""Rank 1 clips its gradients in one step, rank 0 does not: torchrun --nproc-per-node 2 docs/examples/diverged.py"""
+"""In one step rank 1 leaves out clipping: torchrun --nproc-per-node 2 docs/examples/diverged.py"""
 
 import torch
 import torch.distributed as dist

@@ -115,8 +115,8 @@ def test_a_rank_that_ends_by_its_own_error_leaves_a_file(tmp_path: Path) -> None
     env.update(ZC_RANK_TIMEOUT="2", ZC_DIVERGED_DIR=str(tmp_path / "files"), WORLD_SIZE="2")
     env["STORE"] = str(tmp_path / "store")
     ranks = [
-        subprocess.Popen([sys.executable, str(script)], env={**env, "RANK": str(rank)}, stderr=subprocess.PIPE, text=True)
-        for rank in (0, 1)
+        subprocess.Popen([sys.executable, str(script)], env={**env, "RANK": rank}, stderr=subprocess.PIPE, text=True)
+        for rank in ("0", "1")
     ]
     said = [rank.communicate(timeout=120 * patience())[1] for rank in ranks]
     assert "LookupError" in said[1] and "LookupError" in said[0], said

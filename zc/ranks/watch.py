@@ -75,6 +75,7 @@ class Watch:
         self._stopped: dict[int, float] = {}  # by rank: since when its program has left a backward by an error
         self._own_collective: tuple[str, float] | None = None  # the program's own, and since when
         self._has_set_alarm = False
+        self._num_calm = 0  # looks since the last one with a stalled model
         self._idle_since: float | None = None  # others wait, and this rank does not
         self._collects_after = IDLE_S
         self._broken_since: float | None = None
@@ -161,12 +162,15 @@ class Watch:
         self._collect_if_idle(now)
         if stalled:
             self.store.set("alarm", str(self.rank))
+            self._has_set_alarm, self._num_calm = True, 0
             self._compare(stalled, now)
         elif self._has_set_alarm:
-            self.store.delete_key("alarm")  # a rank that still waits sets it again
-            self._beats.clear()
-            self._stopped.clear()
-        self._has_set_alarm = bool(stalled)
+            self._num_calm += 1
+            if self._num_calm == 2:  # by now each rank has looked, and seen a verdict
+                self.store.delete_key("alarm")  # a rank that still waits sets it again
+                self._beats.clear()
+                self._stopped.clear()
+                self._has_set_alarm = False
 
     def _publish(self, now: float, journals: Sequence[Journal]) -> None:
         waits = [
