@@ -75,7 +75,7 @@ class Watch:
         self._stopped: dict[int, float] = {}  # by rank: since when its program has left a backward by an error
         self._own_collective: tuple[str, float] | None = None  # the program's own, and since when
         self._has_set_alarm = False
-        self._num_calm = 0  # looks since the last one with a stalled model
+        self._has_verdict = False  # since its last look this rank has published one
         self._idle_since: float | None = None  # others wait, and this rank does not
         self._collects_after = IDLE_S
         self._broken_since: float | None = None
@@ -162,15 +162,15 @@ class Watch:
         self._collect_if_idle(now)
         if stalled:
             self.store.set("alarm", str(self.rank))
-            self._has_set_alarm, self._num_calm = True, 0
+            self._has_set_alarm = True
             self._compare(stalled, now)
+        elif self._has_verdict:  # ranks that do not wait look only while there is an alarm: they need another look
+            self._has_verdict = False
         elif self._has_set_alarm:
-            self._num_calm += 1
-            if self._num_calm == 2:  # by now each rank has looked, and seen a verdict
-                self.store.delete_key("alarm")  # a rank that still waits sets it again
-                self._beats.clear()
-                self._stopped.clear()
-                self._has_set_alarm = False
+            self.store.delete_key("alarm")  # a rank that still waits sets it again
+            self._beats.clear()
+            self._stopped.clear()
+            self._has_set_alarm = False
 
     def _publish(self, now: float, journals: Sequence[Journal]) -> None:
         waits = [
@@ -294,6 +294,7 @@ class Watch:
     def fail(self, names: Sequence[str], kind: type[ZcError], text: str) -> None:
         """Publishes a verdict on the models with journals of these ``names``. The first one counts on all ranks."""
         verdict = json.dumps([kind.__name__, text])
+        self._has_verdict = True
         for name in names:
             verdict = self.store.compare_set(f"failure/{name}", "", verdict).decode()
             reference = self._journals.get(name)
