@@ -29,15 +29,18 @@ AT_ONCE = 8  # pairs of ranks in one job: they wait, most of the time
 
 
 def _pairs(rank: int, world_size: int, cases: Sequence[tuple[str, int, int]], folder: str) -> tuple[str, str]:
-    """Job: each pair of ranks runs one case, and leaves its files in a folder of its own."""
-    # a rank that stands in a collective of its own gets no verdict, but an error of the network
-    limit = timedelta(seconds=10)
-    groups = [dist.new_group([first, first + 1], timeout=limit) for first in range(0, world_size, 2)]
+    """Job: each pair of ranks is a job of its own, with its own store, and runs one case."""
     name, stage, odd = cases[rank // 2]
-    os.environ.update(ZC_RANK_TIMEOUT="1", ZC_DIVERGED_DIR=f"{folder}/{name}-{stage}-{odd}")
+    os.environ.update(ZC_RANK_TIMEOUT="2", ZC_DIVERGED_DIR=f"{folder}/{name}-{stage}-{odd}")
     if name == "evaluates_alone":  # by memory a rank may gather alone
         os.environ["ZC_HOST_MEMORY"] = "0"
-    group = groups[rank // 2]
+    dist.destroy_process_group()
+    store = dist.FileStore(f"{folder}/store-{rank // 2}", 2)
+    # a rank that stands in a collective of its own gets no verdict, but an error of the network
+    limit = timedelta(seconds=10)
+    dist.init_process_group("gloo", store=store, rank=rank % 2, world_size=2, timeout=limit)
+    group = dist.group.WORLD
+    assert group is not None
     model, optimizer = model_of(Heads, stage, group)
     loop = Loop(model, optimizer, rank % 2 == odd, group, f"{folder}/saved-{rank // 2}")
     kind, text = message_of(lambda: getattr(diverging_loops, name)(loop))
