@@ -26,6 +26,7 @@ ARROWS = {
     "offload": ("compiler optim checkpoint report root", "a wing: the optimizer calls it"),
     "checkpoint": ("compiler report api", "a wing: zc.registry knows what a model was compiled to"),
     "report": ("compiler api", "a wing: what it shows is there already"),
+    "diverged": ("passes weights schedule compiler optim offload checkpoint report api", "a wing: it reads a trail"),
     "checking": ("passes engine compiler weights schedule offload", "a wing: it asks zc what a program asks it"),
 }
 
@@ -46,7 +47,8 @@ WINGS = {
     "in_place": "zc.passes.write_in_place",
     "buffers": "zc.engine.buffer_sync",
     "checkpoint": "zc.checkpoint", "report": "zc.report zc.schedule.cost", "integrations": "zc.integrations",
-    "checking": "zc.checking", "the order of the passes, those of wings included": "zc.passes.pipeline",
+    "checking": "zc.checking", "diverged": "zc.diverged",
+    "the order of the passes, those of wings included": "zc.passes.pipeline",
 }  # fmt: skip
 # Imports of wings that the core still has, in functions or for types, too. The list only gets shorter.
 STILL = """

@@ -1,6 +1,7 @@
 """``python -m zc``: versions, devices and distributed backends, for a bug report.
 
 ``python -m zc check script.py:make``: whether a loop does on several ranks what it does on one device (docs/check.md).
+``python -m zc diff FOLDER``: the last calls of ranks that differ, side by side (docs/diverged.md).
 """
 
 from __future__ import annotations
@@ -52,6 +53,10 @@ def main() -> int:
         from zc.checking.command import run
 
         return run(sys.argv[2:])
+    if sys.argv[1:2] == ["diff"]:
+        from zc.diverged import command
+
+        return command.run(sys.argv[2:])
     for name, value in report().items():
         print(f"{name:>12}  {value}")
     return 0

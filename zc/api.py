@@ -20,6 +20,7 @@ from zc.checks import check_initialized, is_on_cpu, left_to_ranks
 from zc.compiler import backend as compiler
 from zc.compiler.blocks import Blocks, compile_blocks
 from zc.config import OPTIONS
+from zc.diverged import files
 from zc.engine.buffer_sync import BufferSync, has_buffers
 from zc.engine.buffers import Buffers
 from zc.engine.runtime import Runtime
@@ -269,6 +270,7 @@ def _install(model: nn.Module, compiled: ShardedModel, call: Callable[..., Any] 
     torch_private.call_instead(model, call)
     _compile_blocks(model, runtime)
     guards.install(model, runtime)
+    files.install(runtime)
     COMPILED[model] = compiled
 
 

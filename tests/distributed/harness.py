@@ -105,6 +105,7 @@ class _Template:
             TORCHINDUCTOR_CACHE_DIR=str(compiled),
             TORCHINDUCTOR_COMPILE_THREADS="1",
             PYTHONUNBUFFERED="1",
+            ZC_DIVERGED_DIR=str(self.log.parent / "diverged"),  # what ranks leave that differ, as many tests let them
         )
         with self.log.open("wb") as output:
             self._process = subprocess.Popen(

@@ -261,6 +261,7 @@ class Announcements:
         compare_pasts(self._group, announcement)
         if not announcement.has_same_sums():
             raise_sums_differ(self._group, [sums for _, sums in sorted(self._in_sums.items())])
+        self._group.record_agreement()
         flags = announcement.flags()
         touched, buckets, is_by_grad = self._split(flags)
         if is_by_grad and not announcement.shows_same_grads():  # on all ranks, and nothing has changed
@@ -291,6 +292,7 @@ class Announcements:
         """Starts the next exchange. ``grads``: a digest of the parameters that show a ``.grad``."""
         self._num_announced += 1
         self._dropped.clear()
+        self._group.record_call(what)
         sums = zlib.crc32(repr(sorted(self._in_sums.items())).encode())
         return Announcement(
             self._group, self._num_announced, what, sums, grads, self._num_cleared, flags, self._waits,

@@ -277,6 +277,7 @@ class Runtime(Core):
     def _drop_failed(self) -> None:
         """After a backward that raised, whose end never came: drops its deposits. `_notice_changes` refuses what it has
         left in the accumulators."""
+        self.group.record_call("a backward had raised", shared=False)
         self.backwards.forget_raised()
         if self.backwards.is_any_open:
             raise ZcError("a backward inside another one raised and was caught: their gradients can't be told apart")
@@ -499,6 +500,7 @@ class Runtime(Core):
 
     def clear(self, *, set_to_none: bool, optimizer: int | None = None) -> None:
         """zero_grad of the module (None) or of one optimizer."""
+        self.group.record_call("drop gradients (zero_grad)", shared=False)
         buckets = self.plan.of_optimizer(optimizer)
         if not set_to_none:  # what was assigned becomes zeros, too
             self._take_values(self._changes().assigned)

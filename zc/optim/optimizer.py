@@ -301,6 +301,7 @@ class ShardedOptimizer:
         self._check_places("before step()")
         args, kwargs = self._closures.run(args, kwargs)
         self.runtime.finish_gradients()
+        self.runtime.group.record_call(f"{type(self.optimizer).__name__}.step")
         self.runtime.weights.before_writes()
         self._writes.take_over()
         self.look_at_groups()

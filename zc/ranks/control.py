@@ -124,6 +124,7 @@ class Control(Exchanges):
         if self.journal is None:
             call()
             return
+        self.journal.record_call(text)
         exposed_s = self.journal.exposed_s
         try:
             self.journal.wait(call, text, is_call=True)
@@ -202,6 +203,16 @@ class Control(Exchanges):
 
         return self.together(error_of)
 
+    def record_call(self, what: str, *, shared: bool = True) -> None:
+        """See `Journal.record_call`."""
+        if self.journal is not None:
+            self.journal.record_call(what, shared=shared)
+
+    def record_agreement(self) -> None:
+        """All ranks have made the same calls so far."""
+        if self.journal is not None:
+            self.journal.watch.trail.agree()
+
     def set_plan(self, plan: Plan) -> None:
         """From here on the journal's entries are exchanges of ``plan``."""
         if self.journal is not None:
@@ -261,6 +272,7 @@ class Control(Exchanges):
         in errors."""
         if self.world_size == 1:
             return list(values)
+        self.record_call(text)
         tensor = torch.tensor(values, dtype=torch.int64, device="cpu")
         neighbours = self._all_on_this_host
         if neighbours is not None:
@@ -301,6 +313,7 @@ class Control(Exchanges):
                 here = gathered[0][k] if k < len(gathered[0]) else "(nothing)"
                 there = theirs[k] if k < len(theirs) else "(nothing)"
                 if here != there:
-                    raise RankMismatchError(
+                    error = RankMismatchError(
                         f"{subject} differs between ranks: rank 0 has {here}, rank {rank} has {there}. {advice}"
                     )
+                    raise error if self.journal is None else self.journal.reported(error)

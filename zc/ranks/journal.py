@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from zc.errors import RankLostError, RankMismatchError, ZcError
+from zc.log import log
 
 if TYPE_CHECKING:
     from zc.planning.plan import Plan
@@ -79,6 +80,9 @@ class Journal:
         self.long_wait: Wait | None = None  # the last one that the watch has put into the log
         # whether a backward has raised, and the program has called nothing of zc since; the watch calls it
         self.has_raised: Callable[[], bool] = bool
+        # writes this rank's file when ranks differ (zc.diverged, which `zc.compile` hands over), and says where it is
+        self.report: Callable[[BaseException], str | None] = lambda _: None
+        self._place: str | None = None  # what `report` has said of the verdict; set before the event
         self.exposed_s = 0.0  # the calling thread's: how long it has waited for exchanges since the last update
         self.network_error: str | None = None  # a waiting thread sets and resets it, the watch reads it
         self._verdict: tuple[str, str] | None = None  # set by the watch, or a thread in `fail`, before the event
@@ -99,6 +103,12 @@ class Journal:
     def enter(self, kind: str, index: int) -> None:
         """Records that an exchange starts."""
         self.record = self.record.with_entry((kind, index))
+        if kind in (SUM, LARGEST, LOADED):  # others are entered by streams, and belong to a backward or an update
+            self.record_call((kind, index))
+
+    def record_call(self, what: Entry | str, *, shared: bool = True) -> None:
+        """Adds a call of the program to the trail (zc/ranks/trail.py)."""
+        self.watch.trail.add(self.name, what, shared=shared)
 
     def checksum(self) -> int:
         return zlib.crc32(repr(self.record.entries).encode(), self.record.sums)
@@ -188,7 +198,11 @@ class Journal:
     def error(self) -> ZcError:
         assert self._verdict is not None
         kind, text = self._verdict
-        return _ERRORS[kind](text)
+        return with_note(_ERRORS[kind](text), self._place)
+
+    def reported(self, error: ZcError) -> ZcError:
+        """``error``, of which all ranks know without the watch, with a note that says where this rank's file is."""
+        return with_note(error, self.report(error))
 
     def fail(self, kind: type[ZcError], text: str) -> ZcError:
         """Publishes a verdict of this rank. Returns it, or the one that another rank has published before."""
@@ -202,11 +216,21 @@ class Journal:
             self._verdict = kind, text
             for call in self.on_failure:
                 call()
+            self._place = self.report(_ERRORS[kind](text))
             self._has_failed.set()
 
     def _raise_verdict(self) -> None:
         if self.has_failed:
             raise self.error()
+
+
+def with_note(error: ZcError, note: str | None) -> ZcError:
+    """Python 3.10 has no notes; there the log has it."""
+    if note is not None and hasattr(error, "add_note"):
+        error.add_note(note)
+    elif note is not None:
+        log.error("%s", note)
+    return error
 
 
 def wait(work: Work | None) -> None:

@@ -28,6 +28,7 @@ import contextlib
 import gc
 import json
 import os
+import secrets
 import sys
 import threading
 import time
@@ -42,6 +43,7 @@ from zc.log import log
 from zc.ranks import ending
 from zc.ranks.journal import STANDS_S, TICK_S, Journal
 from zc.ranks.process import Store, collective_of_the_caller, has_ended, publish_process
+from zc.ranks.trail import Trail
 from zc.ranks.verdicts import JOIN, Place, RankState, deadlock, difference, has_closed, late, ranks_in
 
 IDLE_S = 3.0  # others wait and this rank does not: then it collects garbage, and after twice as long again
@@ -63,6 +65,9 @@ class Watch:
         self._stop = threading.Event()
         self._farewell = [_CLOSED]  # what the thread tells the others at its end
         self._pid = os.getpid()
+        self.trail = Trail()  # the calling thread's
+        # the same on all ranks: names the files that they write when they differ
+        self.run = store.compare_set("run", "", secrets.token_hex(6)).decode()
         self._newest: dict[str, int] = {}  # by ranks, the number of their newest model; the calling thread's
         # only the watch's thread uses these
         self._own_state = RankState()  # as this rank has published it last
@@ -70,6 +75,7 @@ class Watch:
         self._stopped: dict[int, float] = {}  # by rank: since when its program has left a backward by an error
         self._own_collective: tuple[str, float] | None = None  # the program's own, and since when
         self._has_set_alarm = False
+        self._has_verdict = False  # since its last look this rank has published one
         self._idle_since: float | None = None  # others wait, and this rank does not
         self._collects_after = IDLE_S
         self._broken_since: float | None = None
@@ -156,12 +162,15 @@ class Watch:
         self._collect_if_idle(now)
         if stalled:
             self.store.set("alarm", str(self.rank))
+            self._has_set_alarm = True
             self._compare(stalled, now)
+        elif self._has_verdict:  # ranks that do not wait look only while there is an alarm: they need another look
+            self._has_verdict = False
         elif self._has_set_alarm:
             self.store.delete_key("alarm")  # a rank that still waits sets it again
             self._beats.clear()
             self._stopped.clear()
-        self._has_set_alarm = bool(stalled)
+            self._has_set_alarm = False
 
     def _publish(self, now: float, journals: Sequence[Journal]) -> None:
         waits = [
@@ -285,6 +294,7 @@ class Watch:
     def fail(self, names: Sequence[str], kind: type[ZcError], text: str) -> None:
         """Publishes a verdict on the models with journals of these ``names``. The first one counts on all ranks."""
         verdict = json.dumps([kind.__name__, text])
+        self._has_verdict = True
         for name in names:
             verdict = self.store.compare_set(f"failure/{name}", "", verdict).decode()
             reference = self._journals.get(name)
@@ -329,4 +339,7 @@ def _say_farewell() -> None:
     how = _AT_ITS_END if error is None else f"its program raised {type(error).__name__}: {error}"
     for watch in list(_ALL):
         if watch._pid == os.getpid():  # else a child that was forked ends
+            if error is not None:
+                for journal in watch._open():
+                    journal.report(error)
             watch.end(how)

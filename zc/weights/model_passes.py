@@ -78,6 +78,7 @@ class ModelPasses(Part):
         breaks = torch_private.graph_breaks()
         if is_outer:
             core.unset.check("a forward")
+            core.group.record_call("a forward", shared=False)
             self._begin()
             if self.is_one_graph:
                 if self.may_break:
