@@ -75,8 +75,8 @@ def _train(rank: int, world_size: int, options: dict[str, Any]) -> tuple[float, 
         optimizer.step()
         optimizer.zero_grad()
         num_sent.append(compiled.runtime.ledger.last.nbytes_sent["gather weights"])
-    steps = [each.offload for each in compiled.optimizers if each.offload is not None]
-    programs = len(compiled.runtime.weights.programs) + sum(len(step.programs) for step in steps)
+    updates = sum(len(each.updater.programs) for each in compiled.optimizers)
+    programs = len(compiled.runtime.weights.programs) + updates
     with zc.whole_parameters(model):
         weights = {name: param.detach().clone() for name, param in model.named_parameters()}
     return worst(weights, _in_one_process(world_size))[0], programs, num_sent
