@@ -4,9 +4,9 @@
 
 It needs the standard library alone, and knows no kind of node: a certificate says of each its stream, and what it waits
 for, reads, writes and then records, in extents [start, stop); a stop of null is the end. That this is what the program
-does is taken on trust. Shown are the *order* of what conflicts, by chains along a stream or from a record to the wait
-that sees it (nodes ``outside``, before or after the schedule, need none); *gradients*: each that is owed is brought
-once, whole, and each bucket owed is reduced once; *weights*, which are read where and while they lie there.
+does, and what it ``owes`` and ``uses``, is taken on trust. Shown are the *order* of what conflicts, by chains along a
+stream or from a record to the wait that sees it (two nodes ``outside`` of the schedule need none); *gradients*: each
+owed one is brought once, whole, and each owed bucket reduced once; *weights* are read where and while they lie there.
 """
 
 import itertools
@@ -63,9 +63,8 @@ def conflicts(nodes: list[Node]) -> Iterator[tuple[int, int, str]]:
     for buffer, accesses in touches.items():
         for (i, how, start, stop), (j, then, begin, end) in itertools.combinations(accesses, 2):
             first, second = nodes[i], nodes[j]
-            if first["stream"] == second["stream"] or (first["outside"] and second["outside"]):
-                continue
-            if "writes" in (how, then) and start < end and begin < stop:
+            is_free = first["stream"] == second["stream"] or (first["outside"] and second["outside"])
+            if not is_free and "writes" in (how, then) and start < end and begin < stop:
                 before, after = f"{how} {extent(start, stop)}", f"{then} {extent(begin, end)}"
                 yield i, j, f"{buffer}: {at(first)} {before} and {at(second)} {after}"
 
@@ -110,7 +109,7 @@ class Gradients:
         """``ways``: what it may hold before, each with what it holds after."""
         bucket, (of, content) = node["bucket"], self.holds.get(buffer) or self.entry.get(buffer, (0, NOTHING))
         left = [after for need, after in ways if need == content and (of == bucket or content == NOTHING)]
-        if not left:
+        if not left or buffer not in {name for name, *_ in (*node["reads"], *node["writes"])}:
             needs = " or ".join(need for need, _ in ways) or "another buffer"
             self.faults.append(f"{buffer} holds {content} (bucket {of}); {at(node)}, bucket {bucket}, needs {needs}")
         elif content == "gradient" != left[0]:

@@ -176,6 +176,9 @@ def test_a_file_that_was_edited_is_refused_by_its_pair() -> None:
     cut, (start, stop) = bucket["slots"][0][0] + 1, bucket["slots"][0]
     halves = {**writer["gradient"], "extents": [[0, cut], [cut, bucket["numel"]]]}  # every element, and no slot whole
     assert f"slot 0 is [{start}, {stop})" in edited(**{writer["name"]: {"gradient": halves}})
+    taken = next(node for node in intact["nodes"] if node.get("contents") and "gradient" not in node)
+    hidden = edited(**{taken["name"]: {"reads": [], "writes": []}})  # so that nothing conflicts
+    assert f"{taken['contents'][0][0]} holds" in hidden and taken["name"] in hidden
     twice = copy.deepcopy(intact)
     twice["nodes"].append(twice["nodes"][0])
     assert checker.check(twice) == ["two nodes have the same name"]

@@ -69,6 +69,22 @@ def test_a_broken_connection_names_who_is_silent(monkeypatch: pytest.MonkeyPatch
     assert "ranks 1, 3 have not answered for 7 s" in text and "connection reset by peer" in text
 
 
+def test_a_rank_that_does_not_wait_hears_of_a_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It looks only while there is an alarm, such as a rank in a collective of its own, and may look just after the
+    verdict: the alarm is there for one more look of the rank that came to it."""
+    waiting = Waiting(monkeypatch, timeout=600)
+    other = Journal(watch_of(waiting.store, rank=1), range(4), 1, 600)
+    waiting.journal.network_error = "connection reset by peer"
+    waiting.verdict(20, answer=(1, 2))
+    assert waiting.journal.has_failed and not other.has_failed
+    waiting.now += 1
+    waiting.watch.tick()  # nothing waits any more
+    other.watch.tick()
+    assert other.has_failed and str(other.error()) == str(waiting.journal.error())
+    waiting.watch.tick()
+    assert "alarm" not in waiting.store.items
+
+
 def test_a_rank_that_has_left_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """One program came to its end, one raised, one has closed its model and trains another."""
     for left, answer, words in (
