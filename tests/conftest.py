@@ -27,6 +27,7 @@ for folder in (HERE, *(HERE / name for name in ("cuda", "distributed", "engine",
         sys.path.insert(0, str(folder))
 
 from crashed_workers import pytest_xdist_make_scheduler  # noqa: E402, F401  (a hook of pytest's)
+from rank_process import leave_out_guard_timing  # noqa: E402
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -41,6 +42,8 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
+    if "torch._dynamo.guards" in sys.modules:
+        leave_out_guard_timing()
     gc.freeze()  # modules and tests stay to the end: tests that collect garbage need not walk them, 0.7 s each time
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import full_only
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch._functorch import config
@@ -131,7 +132,7 @@ def test_inductor_compiles_nothing_in_a_second_run(options: dict[str, Any]) -> N
     assert all(map(torch.equal, got, wanted))
 
 
-@pytest.mark.parametrize("make", [Convolutions, NormedConvolutions])
+@pytest.mark.parametrize("make", [pytest.param(Convolutions, marks=full_only), NormedConvolutions])
 def test_a_backward_is_kept_for_forwards_that_save_the_same_strides(make: type[nn.Module]) -> None:
     wanted, _ = run(make=make)
     stages: list[dict[str, Any]] = [{"stage": 2}, {"stage": 3}, {"stage": 2, "overlap_gather": True}]

@@ -30,7 +30,7 @@ def combinations() -> list[tuple[int, str, int, str]]:
     chosen = [(w, b, s, loop) for b in ("eager", "aot_eager", "inductor") for s in (1, 2) for w, loop in loops]
     if FULL:
         return chosen
-    four = [(4, "eager", 1, "declared"), (4, "aot_eager", 2, "declared")]
+    four = [(4, "eager", 1, "declared")]  # test_bitwise.py has four ranks with compiled graphs
     two = [(2, "eager", 2, "undeclared"), (2, "aot_eager", 1, "undeclared")]
     return [*SMOKE, *four, *two]
 

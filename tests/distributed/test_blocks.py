@@ -52,8 +52,11 @@ def both(rank: int, world_size: int, names: list[str], stage: int, size: str, ba
 WAYS = [(2, "one"), (1, "two")]
 # a block that is called outside of the model's forward is refused by name
 NOT_IN_STAGE_3 = {"other weights in a block"}
-# stages 1 and 2 have them, and no window of weights differs; test_frozen_shards.py has adapters in blocks
-ELSEWHERE = {"lora", "hooks on two blocks", "layer drop", "other sizes"}
+# in stage 3: weights come and go in another order than in "tied"
+WINDOWS_DIFFER = {
+    "tied", "a graph break in each block", "checkpointing", "another layer drop on each rank", "called twice",
+    "a block frozen and unfrozen", "saved on the host", "a forward that raises",
+}  # fmt: skip
 
 
 # test_overlap_gather_of_blocks.py trains them without overlap_gather, too, and has one under Inductor
@@ -73,7 +76,7 @@ def test_the_same_weights_without_zc(stage: int, size: str) -> None:
 
 
 def test_the_same_weights_without_zc_in_stage_3() -> None:
-    names = [name for name in LOOPS if name not in (NOT_IN_STAGE_3 if FULL else NOT_IN_STAGE_3 | ELSEWHERE)]
+    names = [name for name in LOOPS if name in WINDOWS_DIFFER or (FULL and name not in NOT_IN_STAGE_3)]
     assert run_ranks(both, 2, names, 3, "one", "aot_eager", timeout=400.0) == [[], []]
 
 
