@@ -78,18 +78,19 @@ class ShardedModel(Listener):
         self.grad_shards.forget_numbers()
         self._writes.check_places()
         flags = self.runtime.announcements.has_grad
+        params, grads = self.runtime.params, self.runtime.sharded_grads
         with torch_private.without_torch_function():  # faster: parameters may be watched
             for bucket in self.runtime.plan.buckets:
                 for slot, has_grad in zip(bucket.slots, flags[bucket.index], strict=True):
-                    if not slot.is_left:
-                        self._show(slot.name, has_grad)
-
-    def _show(self, name: str, has_grad: bool) -> None:
-        param, grad = self.runtime.params[name], self.runtime.sharded_grads[name]
-        if has_grad and (param.grad is None or self.is_value(name, param.grad)):
-            param.grad = grad
-        elif not has_grad and param.grad is grad:
-            param.grad = None  # its gradient was dropped after this backward had begun
+                    if slot.is_left:
+                        continue
+                    param, grad = params[slot.name], grads[slot.name]
+                    shown = param.grad
+                    if shown is grad:
+                        if not has_grad:
+                            param.grad = None  # its gradient was dropped after this backward had begun
+                    elif has_grad and (shown is None or self.is_value(slot.name, shown)):
+                        param.grad = grad
 
     def gradients_change(self) -> None:
         self.grad_shards.drop_norms()
