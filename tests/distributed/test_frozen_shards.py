@@ -158,7 +158,7 @@ def unfrozen(rank: int, world_size: int, backend: str, has_blocks: bool) -> list
 
 # test_sharded_weights.py unfreezes in one compiled graph
 @pytest.mark.parametrize(
-    ("backend", "has_blocks"), [("aot_eager", True), ("eager", False), *([("aot_eager", False)] if FULL else [])]
+    ("backend", "has_blocks"), [("eager", False), *([("aot_eager", True), ("aot_eager", False)] if FULL else [])]
 )
 def test_what_unfreezes_trains(backend: str, has_blocks: bool) -> None:
     assert run_ranks(unfrozen, 2, backend, has_blocks, timeout=200.0) == [[], []]
