@@ -27,6 +27,7 @@ for folder in (HERE, *(HERE / name for name in ("cuda", "distributed", "engine",
         sys.path.insert(0, str(folder))
 
 from crashed_workers import pytest_xdist_make_scheduler  # noqa: E402, F401  (a hook of pytest's)
+from progress_lines import ProgressLines  # noqa: E402
 from rank_process import leave_out_guard_timing  # noqa: E402
 
 
@@ -34,6 +35,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Compiled code of this run, for all of its processes: xdist's workers are started later, with this environment."""
     if not hasattr(config, "workerinput"):
         os.environ["ZC_TEST_COMPILED"] = tempfile.mkdtemp(prefix="zc-compiled-")
+        config.pluginmanager.register(ProgressLines(config))
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

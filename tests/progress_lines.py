@@ -1,0 +1,36 @@
+"""A line a minute on how far a run of the tests is: in a log that nobody watches, dots have no time."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+EVERY_S = 60.0
+
+
+class ProgressLines:
+    """Counts finished tests; of xdist's processes the first alone gets all reports and has a terminal."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config, self._started = config, time.monotonic()
+        self._next_s = EVERY_S
+        self._num_done = self._num_failed = 0
+        self._num_tests = "?"
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        self._num_tests = str(session.testscollected)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._num_failed += report.failed
+        self._num_done += report.when == "teardown"
+        if (seconds := time.monotonic() - self._started) >= self._next_s:
+            self._next_s = seconds + EVERY_S
+            self._write(seconds)
+
+    def _write(self, seconds: float) -> None:
+        reporter = self._config.pluginmanager.get_plugin("terminalreporter")
+        if reporter is not None:
+            total = getattr(getattr(reporter, "_session", None), "testscollected", 0) or self._num_tests
+            said = f"{seconds / 60:.0f} min: {self._num_done} of {total} tests, {self._num_failed} failed"
+            reporter.write_line(f"\n{said}")
