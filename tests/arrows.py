@@ -58,7 +58,6 @@ zc.compiler.graphs -> zc.schedule.rebase
 zc.compiler.segments -> zc.compiler.blocks
 zc.engine.buffers -> zc.engine.host_memory
 zc.engine.deposits -> zc.passes.offload_gradients
-zc.engine.ledger -> zc.ranks.announcement
 zc.engine.operations -> zc.engine.owners
 zc.engine.operations -> zc.engine.weight_operations
 zc.engine.runtime -> zc.engine.announcements
