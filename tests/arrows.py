@@ -61,7 +61,6 @@ zc.engine.deposits -> zc.passes.offload_gradients
 zc.engine.operations -> zc.engine.owners
 zc.engine.operations -> zc.engine.weight_operations
 zc.engine.runtime -> zc.engine.announcements
-zc.engine.runtime -> zc.engine.buffer_sync
 zc.engine.runtime -> zc.weights.weights
 zc.optim.optimizer -> zc.engine.owners
 zc.passes.verify -> zc.passes.residency

@@ -27,9 +27,8 @@ from zc.engine import param_grads
 from zc.engine.accumulators import Acc
 from zc.engine.announcements import Announcements
 from zc.engine.backwards import Backwards, drop_failed
-from zc.engine.buffer_sync import BufferSync
 from zc.engine.buffers import Buffers
-from zc.engine.core import Core, Listener
+from zc.engine.core import AtBoundary, Core, Listener
 from zc.engine.deposits import Deposits
 from zc.engine.ledger import Where
 from zc.engine.part import weakly
@@ -98,7 +97,7 @@ class Runtime(Core):
         self.outside_blocks: frozenset[str] = frozenset()  # matrices that no block reads
         self.block_places: list[BlockPlaces] = []  # of what is compiled by itself
         self.listener = Listener()  # the optimizers
-        self.buffer_sync: BufferSync | None = None  # None: each rank keeps its own buffers
+        self.buffer_sync: AtBoundary | None = None  # None: each rank keeps its own buffers
         self.hooks: list[RemovableHandle] = []  # on parameters
         self._hook_of: dict[str, RemovableHandle] = {}  # the same by name
         self._phase = Phase.IDLE
