@@ -23,6 +23,7 @@ from zc.config import OPTIONS
 from zc.diverged import files
 from zc.engine.buffer_sync import BufferSync, has_buffers
 from zc.engine.buffers import Buffers
+from zc.engine.host_memory import HostMemory
 from zc.engine.runtime import Runtime
 from zc.engine.streams import make_streams
 from zc.engine.unset import Unset
@@ -195,7 +196,8 @@ def _make_runtime(request: Request, ranks: Group) -> Runtime:
     ranks.open_data(device)
     if plan.topology.has_levels:
         ranks.shard.open_levels()
-    buffers, params = Buffers(plan, ranks.shard.rank), dict(request.assignment.params)
+    memory = HostMemory(device) if plan.offload is not None else None
+    buffers, params = Buffers(plan, ranks.shard.rank, memory), dict(request.assignment.params)
     config = request.config
     passes = pipelines(in_place=config.write_in_place, prove=config.verify, windows=bool(plan.sharded))
     runtime = Runtime(config, buffers, ranks, make_streams(device), params, passes, make_weights)

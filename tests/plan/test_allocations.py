@@ -10,6 +10,7 @@ import torch
 
 from zc.config import Config
 from zc.engine.buffers import Buffers
+from zc.engine.host_memory import HostMemory
 from zc.errors import PlanError
 from zc.plan_checks import check_plan
 from zc.planning.allocations import KINDS, most_nbytes, nbytes_of
@@ -53,7 +54,7 @@ PLANS = plans()
 
 def allocated(plan: Plan, rank: int) -> int:
     """Bytes of all storages, each once, while there are gradients."""
-    buffers = Buffers(plan, rank)
+    buffers = Buffers(plan, rank, HostMemory(CPU))
     for bucket in plan.with_weights:
         buffers.add(bucket)
     buffers.add_staging()
