@@ -24,10 +24,11 @@ class Pass(NamedTuple):
 
 class Pipelines(NamedTuple):
     """The passes that make a schedule of a backward graph, and of a forward graph whose weights come while it reads
-    them."""
+    them. ``landing`` makes the graph that copies one bucket's reduced gradient to host memory, with offload."""
 
     backward: tuple[Pass, ...]
     forward: tuple[Pass, ...]
+    landing: Callable[[Plan, int], fx.Graph] | None = None
 
 
 def copy_node(node: fx.Node, graph: fx.Graph, where: dict[fx.Node, fx.Node]) -> fx.Node:

@@ -38,4 +38,5 @@ def forward_pipeline(*, prove: bool = True) -> tuple[Pass, ...]:
 
 def pipelines(*, in_place: bool, prove: bool, windows: bool) -> Pipelines:
     """See `pipeline`."""
-    return Pipelines(pipeline(in_place=in_place, prove=prove, windows=windows), forward_pipeline(prove=prove))
+    backward = pipeline(in_place=in_place, prove=prove, windows=windows)
+    return Pipelines(backward, forward_pipeline(prove=prove), offload_gradients.landing_graph)

@@ -56,7 +56,6 @@ zc.compiler.backend -> zc.compiler.blocks
 zc.compiler.graphs -> zc.compiler.blocks
 zc.compiler.graphs -> zc.schedule.rebase
 zc.compiler.segments -> zc.compiler.blocks
-zc.engine.deposits -> zc.passes.offload_gradients
 zc.engine.operations -> zc.engine.owners
 zc.engine.operations -> zc.engine.weight_operations
 zc.engine.runtime -> zc.engine.announcements

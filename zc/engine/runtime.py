@@ -89,7 +89,9 @@ class Runtime(Core):
         self.announcements = Announcements(self.accumulators, group)
         on_device = any(bucket.device.type != "cpu" for bucket in self.plan.buckets)
         self.backwards = Backwards(weakly(self._drop_failed), drops_late=on_device)
-        self.deposits = Deposits(streams, pipelines.backward, self.accumulators, config.dump_dir)
+        self.deposits = Deposits(
+            streams, pipelines.backward, self.accumulators, config.dump_dir, pipelines.landing
+        )
         group.set_plan(self.plan)
         if group.journal is not None:
             self._watch_ranks(group.journal)
