@@ -64,7 +64,6 @@ zc.optim.optimizer -> zc.engine.owners
 zc.passes.verify -> zc.passes.residency
 zc.planning.hops -> zc.planning.wire
 zc.planning.nbytes -> zc.planning.wire
-zc.planning.packing -> zc.planning.ownership
 zc.planning.packing -> zc.planning.wire
 zc.planning.plan -> zc.planning.wire
 zc.ranks.control -> zc.ranks.hosts
