@@ -56,11 +56,8 @@ zc.compiler.backend -> zc.compiler.blocks
 zc.compiler.graphs -> zc.compiler.blocks
 zc.compiler.graphs -> zc.schedule.rebase
 zc.compiler.segments -> zc.compiler.blocks
-zc.engine.operations -> zc.engine.owners
-zc.engine.operations -> zc.engine.weight_operations
 zc.engine.runtime -> zc.engine.announcements
-zc.engine.runtime -> zc.weights.weights
-zc.optim.optimizer -> zc.engine.owners
+zc.engine.features -> zc.weights.weights
 zc.passes.verify -> zc.passes.residency
 zc.planning.hops -> zc.planning.wire
 zc.planning.nbytes -> zc.planning.wire

@@ -29,6 +29,7 @@ from zc.engine.streams import make_streams
 from zc.engine.unset import Unset
 from zc.engine.updater import Updater
 from zc.errors import ZcError
+from zc.features import features_of
 from zc.fill import broadcast_rest, fill, restore, snapshot
 from zc.meta import place
 from zc.offload.host_step import HostStep
@@ -37,14 +38,12 @@ from zc.optim.assignment import Container
 from zc.optim.kinds import is_elementwise
 from zc.optim.model import ShardedModel
 from zc.optim.optimizer import ShardedOptimizer
-from zc.passes.pipeline import pipelines
 from zc.plan_checks import check_shards_fit
 from zc.planning.blocks import find_singles, matrices_around
 from zc.prepare import Request, fingerprint, notes_of, resolve
 from zc.ranks.group import Group
 from zc.ranks.mesh import ranks_of
 from zc.registry import COMPILED, is_ours, sharded
-from zc.weights import make_weights
 
 
 def compile(  # noqa: A001  (the name users know from torch.compile)
@@ -199,8 +198,7 @@ def _make_runtime(request: Request, ranks: Group) -> Runtime:
     memory = HostMemory(device) if plan.offload is not None else None
     buffers, params = Buffers(plan, ranks.shard.rank, memory), dict(request.assignment.params)
     config = request.config
-    passes = pipelines(in_place=config.write_in_place, prove=config.verify, windows=bool(plan.sharded))
-    runtime = Runtime(config, buffers, ranks, make_streams(device), params, passes, make_weights)
+    runtime = Runtime(config, buffers, ranks, make_streams(device), params, features_of(plan, config))
     runtime.frozen = {n: p for n, p in request.model.named_parameters() if n not in params}
     in_buckets = plan.slot_of()
     runtime.placed.update({n: p for n, p in runtime.frozen.items() if n in in_buckets})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -35,8 +36,8 @@ def plan_of(sizes: tuple[int, ...], cap: int) -> Plan:
 
 def planned(plan: Plan, uses: Uses, name: str = "weights_0") -> Program:
     residency = plan_residency(uses, {bucket.index: bucket.nbytes for bucket in plan.buckets}, plan.weight_cap)
-    passes, nothing = scheduling(prove=True, prefix=PREFIX), Operations(object())  # type: ignore[arg-type]
-    return build(weights_graph(plan, residency), plan, passes, nothing, name=name)
+    nothing = Operations(SimpleNamespace(operations={}))  # type: ignore[arg-type]
+    return build(weights_graph(plan, residency), plan, scheduling(prove=True, prefix=PREFIX), nothing, name=name)
 
 
 def spans_of(one: Program, begin: float = 0.0) -> list[Span]:

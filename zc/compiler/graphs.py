@@ -226,7 +226,7 @@ class CompiledForward(CompiledGraph):
         return self.runtime.forwards
 
     def build(self, member: str | None, variant: None) -> Program:
-        return self._run_passes(self._copy_for(member), self.runtime.plan, self.runtime.pipelines.forward)
+        return self._run_passes(self._copy_for(member), self.runtime.plan, self.runtime.features.pipelines.forward)
 
 
 def keep_from_writes(traced: Traced) -> Traced:

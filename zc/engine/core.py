@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor, fx, nn
 
-from zc.engine.accumulators import Accumulators
+from zc.engine.accumulators import Accumulators, Function
 from zc.engine.binding import Operations
 from zc.engine.buffers import Buffers
 from zc.engine.ledger import Ledger
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from zc.config import Config
-    from zc.engine.operations import Function
+    from zc.engine.features import Features
     from zc.engine.program import Segment
-    from zc.passes.base import Pass, Pipelines
+    from zc.passes.base import Pass
     from zc.schedule.spec import Op
 
 
@@ -88,7 +88,7 @@ class Core:
         group: Group,
         streams: Streams,
         params: dict[str, nn.Parameter],
-        pipelines: Pipelines,
+        features: Features,
     ) -> None:
         self.config, self.buffers, self.group, self.streams = config, buffers, group, streams
         # it refers to the tensors, so they live until the streams are recorded
@@ -102,9 +102,10 @@ class Core:
         # of the parameters that have a place; the model keeps it
         self.names: weakref.ref[Names] | None = None
         self.num_left = 0  # parameters that have left the plan: schedules of before name their slots
-        self.accumulators = Accumulators(buffers, group, Routes(self.plan, group, buffers.tables))
+        self.features = features
+        routes = Routes(self.plan, group, buffers.tables)
+        self.accumulators = Accumulators(buffers, group, routes, features.operations)
         self.inductor_options = config.inductor_options
-        self.pipelines = pipelines
         self.programs: list[Program] = []  # of compiled backward graphs, for explain
         self.forwards: list[Program] = []  # of compiled forward graphs that are schedules
         # by canonical text: each with the check of the global state that it was compiled under

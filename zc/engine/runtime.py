@@ -15,7 +15,7 @@ updates this rank's shard, then calls `after_update`.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -41,10 +41,9 @@ from zc.ranks.group import Group
 
 if TYPE_CHECKING:
     from zc.config import Config
+    from zc.engine.features import Features
     from zc.engine.names import BlockPlaces
-    from zc.passes.base import Pipelines
     from zc.ranks.journal import Journal
-    from zc.weights.weights import Weights
 
 
 class Phase(enum.Enum):
@@ -81,21 +80,19 @@ class Runtime(Core):
         group: Group,
         streams: Streams,
         params: dict[str, nn.Parameter],
-        pipelines: Pipelines,
-        make_weights: Callable[[Core], Weights],
+        features: Features,
     ) -> None:
-        super().__init__(config, buffers, group, streams, params, pipelines)
+        super().__init__(config, buffers, group, streams, params, features)
         self.accumulators.on_deposit = self._deposit
         self.announcements = Announcements(self.accumulators, group)
         on_device = any(bucket.device.type != "cpu" for bucket in self.plan.buckets)
         self.backwards = Backwards(weakly(self._drop_failed), drops_late=on_device)
-        self.deposits = Deposits(
-            streams, pipelines.backward, self.accumulators, config.dump_dir, pipelines.landing
-        )
+        passes = features.pipelines
+        self.deposits = Deposits(streams, passes.backward, self.accumulators, config.dump_dir, passes.landing)
         group.set_plan(self.plan)
         if group.journal is not None:
             self._watch_ranks(group.journal)
-        self.weights = make_weights(self)  # how they reach those who read them
+        self.weights = features.make_weights(self)  # how they reach those who read them
         self.outside_blocks: frozenset[str] = frozenset()  # matrices that no block reads
         self.block_places: list[BlockPlaces] = []  # of what is compiled by itself
         self.listener = Listener()  # the optimizers
