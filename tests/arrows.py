@@ -38,7 +38,7 @@ WINGS = {
     "weights": "zc.weights zc.meta zc.planning.residency zc.planning.frozen zc.passes.window_weights "
                "zc.passes.residency zc.passes.weights_schedule zc.engine.weight_operations",
     "host": "zc.ranks.links zc.ranks.memory zc.ranks.neighbours zc.ranks.hosts",
-    "wire": "zc.planning.wire",
+    "wire": "zc.planning.wire zc.ranks.encoded",
     "watch": "zc.ranks.watch zc.ranks.verdicts",
     "agree": "zc.engine.announcements zc.ranks.announcement",
     "owners": "zc.planning.ownership zc.engine.owners",
@@ -59,16 +59,11 @@ zc.compiler.segments -> zc.compiler.blocks
 zc.engine.runtime -> zc.engine.announcements
 zc.engine.features -> zc.weights.weights
 zc.passes.verify -> zc.passes.residency
-zc.planning.hops -> zc.planning.wire
-zc.planning.nbytes -> zc.planning.wire
-zc.planning.packing -> zc.planning.wire
-zc.planning.plan -> zc.planning.wire
 zc.ranks.control -> zc.ranks.hosts
 zc.ranks.control -> zc.ranks.neighbours
 zc.ranks.control -> zc.ranks.watch
 zc.ranks.group -> zc.ranks.neighbours
 zc.ranks.journal -> zc.ranks.watch
-zc.ranks.routes -> zc.planning.wire
 """
 
 

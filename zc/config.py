@@ -162,6 +162,16 @@ class Config:
         return self.shard_frozen or self.placement.shards_weights
 
     @property
+    def reduce_encoding(self) -> wire.Wire | None:
+        """How gradients travel where they leave a host; None: as they are."""
+        return wire.wire_of(self.reduce_dtype)
+
+    @property
+    def gather_encoding(self) -> wire.Wire | None:
+        """How weights travel there."""
+        return wire.wire_of(self.gather_dtype)
+
+    @property
     def placement(self) -> Placement:
         return PLACEMENTS[self.stage]
 

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 from zc.engine import owners, weight_operations
 from zc.engine.features import Features
 from zc.passes.pipeline import pipelines
+from zc.planning.hops import Way
+from zc.ranks.encoded import encoded
 
 if TYPE_CHECKING:
     from zc.config import Config
@@ -22,4 +24,5 @@ def features_of(plan: Plan, config: Config) -> Features:
         make_weights,
         {**owners.OPERATIONS, **weight_operations.OPERATIONS},
         owners.gather_whole,
+        {Way.ENCODED: encoded},
     )

@@ -139,7 +139,7 @@ def run_threads(hosts: Topology, plan: Plan, grads: list[Tensor]) -> tuple[Wires
         deposits.add(bucket, 0, grads[rank].to(bucket.param_dtype))
         deposits.flush(plan, 0, is_boundary=True, may_reduce=None)
         means[rank] = buffers.acc_shard(bucket).clone()
-        own = buffers.master_shard[0] if plan.gather_bits else buffers.shard(buffers.flat_param[0], bucket)
+        own = buffers.master_shard[0] if plan.gather_encoding else buffers.shard(buffers.flat_param[0], bucket)
         own.fill_(number + 2.0)
         gather = [each._replace(requires=frozenset()) for each in passes]
         build(gather_graph(plan, [0]), plan, gather, Operations(accs), name="gather")([], Inline())  # type: ignore[arg-type]

@@ -72,7 +72,7 @@ def test_intact_passes_are_proved_and_right(seed: int) -> None:
     assert verdict.redundant == 0 and len(load(graph)) == len(setting.uses) + 1
     assert weights_machine.fault_of(graph, setting, 200 if FULL else 5, every_cut=FULL) is None
     encodes = {op.scratch is not None for _, op in ops(graph) if isinstance(op, Gather)}
-    assert encodes <= {plan.gather_bits > 0}
+    assert encodes <= {plan.gather_encoding is not None}
 
 
 def test_some_passes_gather_encoded_weights() -> None:

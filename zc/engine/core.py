@@ -103,7 +103,7 @@ class Core:
         self.names: weakref.ref[Names] | None = None
         self.num_left = 0  # parameters that have left the plan: schedules of before name their slots
         self.features = features
-        routes = Routes(self.plan, group, buffers.tables)
+        routes = Routes(self.plan, group, buffers.tables, features.routes)
         self.accumulators = Accumulators(buffers, group, routes, features.operations)
         self.inductor_options = config.inductor_options
         self.programs: list[Program] = []  # of compiled backward graphs, for explain

@@ -13,8 +13,10 @@ if TYPE_CHECKING:
     from zc.engine.buffers import Buffers
     from zc.engine.core import Core
     from zc.passes.base import Pipelines
+    from zc.planning.hops import Way
     from zc.planning.plan import Plan
     from zc.ranks.group import Group
+    from zc.ranks.routes import MakeRoute
     from zc.schedule.spec import Op
     from zc.weights.weights import Weights
 
@@ -24,9 +26,11 @@ GatherWhole = Callable[["Plan", "Buffers", "Group", Sequence[int]], dict[int, Te
 
 class Features(NamedTuple):
     """``pipelines``: the passes. ``make_weights``: how weights reach those who read them. ``operations``: the functions
-    of kinds of nodes that only some feature's schedules have. ``gather_whole``: None if no optimizer needs it."""
+    of kinds of nodes that only some feature's schedules have. ``gather_whole``: None if no optimizer needs it.
+    ``routes``: of the ways in which a feature makes gradients and weights travel."""
 
     pipelines: Pipelines
     make_weights: Callable[[Core], Weights]
     operations: Mapping[type[Op], Function] = {}
     gather_whole: GatherWhole | None = None
+    routes: Mapping[Way, MakeRoute] = {}

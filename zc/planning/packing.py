@@ -18,7 +18,6 @@ from zc.planning.kinds import BlockKind, block_of, split_name
 from zc.planning.layout import ALIGN_NBYTES, FlatLayout, Rule, flat_layout, own_strides, whole_layout
 from zc.planning.plan import Bucket, Plan
 from zc.planning.topology import Topology
-from zc.planning.wire import BITS, BLOCK
 
 if TYPE_CHECKING:
     from zc.config import Config
@@ -78,22 +77,21 @@ def make_plan(
         owners: the rank that updates each parameter of an optimizer that reads whole ones (`zc.planning.ownership`).
     """
     placement, world_size, reduce_dtype = config.placement, topology.world_size, config.reduce_dtype
-    reduce_bits, gather_bits = (8 if reduce_dtype == torch.int8 else 0), BITS.get(config.gather_dtype, 0)
+    reduce_encoding, gather_encoding = config.reduce_encoding, config.gather_encoding
     groups: dict[tuple[torch.dtype, torch.device], list[ParamSpec]] = {}
     for spec in reversed(params):
         groups.setdefault((spec.dtype, spec.device), []).append(spec)
     leaves_host = world_size > 1 and (topology.has_levels or not topology.reads_memory)
-    if reduce_bits:
+    if reduce_encoding is not None:
         reduce_dtype = None
     if not leaves_host:
-        reduce_bits = gather_bits = 0
+        reduce_encoding = gather_encoding = None
     buckets: list[Bucket] = []
     for (dtype, device), specs in groups.items():
         acc_dtype = torch.promote_types(dtype, torch.float32)
         wire = reduce_dtype or (dtype if placement.shards_gradients else acc_dtype)
-        align = ALIGN_NBYTES // min(dtype.itemsize, wire.itemsize)
-        if reduce_bits or gather_bits:
-            align = math.lcm(align, BLOCK)
+        blocks = [encoding.block for encoding in (reduce_encoding, gather_encoding) if encoding is not None]
+        align = math.lcm(ALIGN_NBYTES // min(dtype.itemsize, wire.itemsize), *blocks)
         is_far = topology.num_hosts > 1 and device.type == "cpu"
         least = BETWEEN_HOSTS_NBYTES if is_far else DEFAULT_NBYTES
         weight_nbytes = config.weight_nbytes if placement.shards_weights else None
@@ -113,7 +111,7 @@ def make_plan(
                 layout = flat_layout(shapes, world_size, math.lcm(align, rule.block), num_hosts, num_replicas)
             layout = with_strides(layout, members)
             net = reduce_dtype or acc_dtype
-            differs = gather_bits > 0 and not placement.shards_weights
+            differs = gather_encoding is not None and not placement.shards_weights
             buckets.append(Bucket(len(buckets), layout, dtype, wire, acc_dtype, device, number, net, differs))
     return Plan(
         tuple(buckets),
@@ -128,8 +126,8 @@ def make_plan(
         num_replicas=num_replicas,
         kinds=tuple(kinds),
         weight_nbytes=config.weight_nbytes,
-        reduce_bits=reduce_bits,
-        gather_bits=gather_bits,
+        reduce_encoding=reduce_encoding,
+        gather_encoding=gather_encoding,
     )
 
 

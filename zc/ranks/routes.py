@@ -15,19 +15,16 @@ bucket may fill their buffer. Where ranks read memory, a sum and its reads are o
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from einops import rearrange
 from torch import Tensor
 
-from zc.kernels import add_blocks, encode_blocks, reduce_rows, sum_blocks
-from zc.kernels._blocks import Blocks
+from zc.kernels import reduce_rows
 from zc.planning.hops import Hop, Way, hops_to_gather, reads_shards
-from zc.planning.wire import Rows, own_row_to_gather, place_of, row_of, rows_to_gather, rows_to_reduce
 from zc.ranks.exchanges import Sum
 from zc.ranks.journal import GATHER, GATHER_SUMS, REDUCE, wait
 
@@ -170,61 +167,6 @@ class Shards(Route):
         self._open.clear()
 
 
-class _Code(NamedTuple):
-    """Where blocks lie in what this rank sends or receives of one bucket."""
-
-    rows: Rows
-    blocks: Blocks
-
-    def split(self, raw: Tensor) -> list[Tensor]:
-        """One row of bytes for each rank."""
-        return [raw[start:stop] for start, stop in itertools.pairwise(self.rows.offsets)]
-
-
-class Encoded(Route):
-    """Messages of few bits (`zc.planning.wire`), between hosts.
-
-    A gradient is encoded once, by the rank that sends it, and decoded once, by the rank that sums it. A difference of
-    weights is encoded by its owner and decoded by every rank, the owner included, so all have the same bits; what
-    rounding leaves stays in the master and is part of the next difference. In stage 3 each gather encodes weights.
-    """
-
-    def __init__(self, ranks: Exchanges, plan: Plan, rank: int, tables: list[Tensor]) -> None:
-        self._ranks, self._plan, self._rank, self._tables = ranks, plan, rank, tables
-        self._codes: dict[tuple[str, int], _Code] = {}
-
-    def take(self, bucket: Bucket, sent: Tensor, scratch: Tensor) -> None:
-        code = self._sent(bucket)
-        encode_blocks(sent, scratch[: code.rows.nbytes], code.blocks)
-
-    def finish(self, bucket: Bucket, scratch: Tensor, total: Sum) -> None:
-        """Sends each rank its row, and decodes those that the others send to this one."""
-        sent, received = self._sent(bucket), self._code("received", bucket, row_of, self._plan.reduce_bits)
-        count, size, end = self._ranks.world_size, received.rows.nbytes, sent.rows.nbytes
-        rows = scratch[end : end + count * size].view(count, size)
-        pieces = list(enumerate(sent.split(scratch)))
-        self._ranks.exchange(list(enumerate(rows)), pieces, REDUCE, bucket.index).wait()
-        sum_blocks(rows, total.out, received.blocks, scale=total.scale, add=total.add)
-
-    def gather(self, bucket: Bucket, whole: Tensor, shard: Tensor, scratch: Tensor | None, base: Tensor | None) -> None:
-        assert scratch is not None, "the plan says that these weights travel encoded"
-        code = self._code("differences", bucket, rows_to_gather, self._plan.gather_bits)
-        own = self._code("own", bucket, own_row_to_gather, self._plan.gather_bits)
-        rows = code.split(scratch)
-        encode_blocks(shard, rows[place_of(self._plan, bucket, self._rank)], own.blocks, base=base)
-        wait(self._ranks.gather_rows(rows, GATHER, bucket.index))
-        add_blocks(scratch[: code.rows.nbytes], whole if base is not None else whole.zero_(), code.blocks)
-
-    def _sent(self, bucket: Bucket) -> _Code:
-        return self._code("sent", bucket, rows_to_reduce, self._plan.reduce_bits)
-
-    def _code(self, use: str, bucket: Bucket, rows_of: Callable[[Plan, Bucket, int], Rows], bits: int) -> _Code:
-        if (use, bucket.index) not in self._codes:
-            rows = rows_of(self._plan, bucket, self._rank)
-            self._codes[use, bucket.index] = _Code(rows, Blocks(rows.runs, bits, self._tables))
-        return self._codes[use, bucket.index]
-
-
 @dataclass(frozen=True)
 class Replicas(Route):
     """The ranks with one shard, which all get the same bits of its sum: each sums a piece, in the order of the ranks,
@@ -245,10 +187,11 @@ class Replicas(Route):
 
 
 class Routes:
-    """The routes of one model on one rank. ``tables``: a list for tensors that kernels read, which live as long."""
+    """The routes of one model on one rank. ``tables``: a list for tensors that kernels read, which live as long;
+    ``makers``: of those ways by which a feature makes bytes travel."""
 
-    def __init__(self, plan: Plan, group: Group, tables: list[Tensor]) -> None:
-        self._plan, self._group, self._tables = plan, group, tables
+    def __init__(self, plan: Plan, group: Group, tables: list[Tensor], makers: Mapping[Way, MakeRoute] = {}) -> None:
+        self.plan, self.group, self.tables, self._makers = plan, group, tables, makers
         self._made: dict[Hop, Route] = {}
         self._to_gather: dict[tuple[bool, bool], tuple[Hop, ...]] = {}  # by what decides it: all buckets are alike
         self.shards = Shards(group.shard)
@@ -256,22 +199,22 @@ class Routes:
     @property
     def gathers_alone(self) -> bool:
         """Whether a rank may gather sharded weights when others don't: it reads their shards (`Shards`)."""
-        return reads_shards(self._plan)
+        return reads_shards(self.plan)
 
     def to_reduce(self, hop: int) -> Route:
         """The route of this hop of a reduction."""
-        return self._of(self._plan.hops[hop])
+        return self._of(self.plan.hops[hop])
 
     def gather(
         self, bucket: Bucket, whole: Tensor, shard: Tensor, scratch: Tensor | None = None, base: Tensor | None = None
     ) -> None:
         """``whole`` [P] <- the weights of a bucket, hop by hop; without ``scratch`` exactly. Else as `Route.gather`."""
-        in_shards, is_exact = self._plan.is_sharded(bucket), scratch is None
+        in_shards, is_exact = self.plan.is_sharded(bucket), scratch is None
         if (in_shards, is_exact) not in self._to_gather:
-            self._to_gather[in_shards, is_exact] = hops_to_gather(self._plan, bucket, is_exact=is_exact)
+            self._to_gather[in_shards, is_exact] = hops_to_gather(self.plan, bucket, is_exact=is_exact)
         hops = self._to_gather[in_shards, is_exact]
         for hop in hops:
-            part = whole if hop is hops[-1] else whole[slice(*bucket.layout.host_range(self._group.shard.rank))]
+            part = whole if hop is hops[-1] else whole[slice(*bucket.layout.host_range(self.group.shard.rank))]
             route = self.shards if in_shards and hop.way is Way.MEMORY else self._of(hop)
             route.gather(bucket, part, shard, scratch, base)
             shard = part
@@ -282,19 +225,23 @@ class Routes:
         return self._made[hop]
 
     def _make(self, hop: Hop) -> Route:
-        sharers, plan = self._group.shard, self._plan
+        if hop.way in self._makers:
+            return self._makers[hop.way](self, hop)
+        sharers, plan = self.group.shard, self.plan
         match hop.way:
             case Way.ALONE:
                 return Alone()
             case Way.MEMORY:
                 return Memory(sharers)
-            case Way.ENCODED:
-                return Encoded(sharers.of_level(hop.among), plan, sharers.rank, self._tables)
             case Way.REPLICAS:
-                assert self._group.replicas is not None, "the plan has replicas"
-                return Replicas(self._group.replicas)
+                assert self.group.replicas is not None, "the plan has replicas"
+                return Replicas(self.group.replicas)
             case Way.MESSAGES:
                 return Messages(sharers.of_level(hop.among), hop, is_native=plan.reduce == "native")
+        raise AssertionError(f"zc.compile has handed over no way to travel by {hop.way.value}")
+
+
+MakeRoute = Callable[[Routes, Hop], Route]
 
 
 def _add(total: Sum, rows: Tensor, bucket: Bucket, *, keeps_rows: bool = True) -> None:

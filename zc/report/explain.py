@@ -181,9 +181,10 @@ def _ways(plan: Plan) -> str:
 
 def _encoded(plan: Plan) -> list[str]:
     """What travels in fewer bits, and what does not."""
-    ways = [f"gradients in {plan.reduce_bits} bits"] if plan.reduce_bits else []
+    gradients, weights = plan.reduce_encoding, plan.gather_encoding
+    ways = [f"gradients in {gradients.bits} bits"] if gradients is not None else []
     how = "weights in" if plan.placement.shards_weights else "weights as differences of"
-    ways += [f"{how} {plan.gather_bits} bits"] if plan.gather_bits else []
+    ways += [f"{how} {weights.bits} bits"] if weights is not None else []
     if not ways:
         return []
     where = "between hosts" if plan.topology.has_levels else "between ranks"
