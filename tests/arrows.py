@@ -37,7 +37,7 @@ CORE = ("planning", "schedule", "passes", "engine", "compiler", "ranks", "optim"
 WINGS = {
     "weights": "zc.weights zc.meta zc.planning.residency zc.planning.frozen zc.passes.window_weights "
                "zc.passes.residency zc.passes.weights_schedule zc.engine.weight_operations",
-    "host": "zc.ranks.links zc.ranks.memory zc.ranks.neighbours zc.ranks.hosts",
+    "host": "zc.ranks.links zc.ranks.memory zc.ranks.neighbours zc.ranks.hosts zc.ranks.by_memory",
     "wire": "zc.planning.wire zc.ranks.encoded",
     "watch": "zc.ranks.watch zc.ranks.verdicts",
     "agree": "zc.engine.announcements zc.ranks.announcement",
@@ -59,11 +59,6 @@ zc.compiler.segments -> zc.compiler.blocks
 zc.engine.runtime -> zc.engine.announcements
 zc.engine.features -> zc.weights.weights
 zc.passes.verify -> zc.passes.residency
-zc.ranks.control -> zc.ranks.hosts
-zc.ranks.control -> zc.ranks.neighbours
-zc.ranks.control -> zc.ranks.watch
-zc.ranks.group -> zc.ranks.neighbours
-zc.ranks.journal -> zc.ranks.watch
 """
 
 

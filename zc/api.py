@@ -29,7 +29,7 @@ from zc.engine.streams import make_streams
 from zc.engine.unset import Unset
 from zc.engine.updater import Updater
 from zc.errors import ZcError
-from zc.features import features_of
+from zc.features import RANKS, features_of
 from zc.fill import broadcast_rest, fill, restore, snapshot
 from zc.meta import place
 from zc.offload.host_step import HostStep
@@ -161,7 +161,7 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
     """
     config_options = {name: value for name, value in locals().items() if name in OPTIONS}
     check_initialized()
-    ranks = ranks_of(mesh, group, reads_memory=is_on_cpu(model, device))
+    ranks = ranks_of(mesh, group, RANKS, reads_memory=is_on_cpu(model, device))
     with contextlib.ExitStack() as undo:
         with ranks.refuse_together():
             unset_params, unset_buffers = place(model, device, stage, undo)

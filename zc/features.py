@@ -1,4 +1,5 @@
-"""Puts the features of one model together: what `zc.compile` hands to the engine, which imports none of it."""
+"""Puts the features of a model together: what `zc.compile` hands to its ranks and its engine, which import none of
+it."""
 
 from __future__ import annotations
 
@@ -8,11 +9,18 @@ from zc.engine import owners, weight_operations
 from zc.engine.features import Features
 from zc.passes.pipeline import pipelines
 from zc.planning.hops import Way
+from zc.ranks.by_memory import by_memory
+from zc.ranks.control import Parts
 from zc.ranks.encoded import encoded
+from zc.ranks.hosts import find_hosts
+from zc.ranks.watch import Watch
 
 if TYPE_CHECKING:
     from zc.config import Config
     from zc.planning.plan import Plan
+
+RANKS = Parts(find_hosts, Watch.of_this_process)
+ROUTES = {Way.ENCODED: encoded, Way.MEMORY: by_memory, Way.SHARDS: by_memory}
 
 
 def features_of(plan: Plan, config: Config) -> Features:
@@ -24,5 +32,5 @@ def features_of(plan: Plan, config: Config) -> Features:
         make_weights,
         {**owners.OPERATIONS, **weight_operations.OPERATIONS},
         owners.gather_whole,
-        {Way.ENCODED: encoded},
+        ROUTES,
     )

@@ -131,13 +131,14 @@ class Accumulators:
         self.nbytes_moved[way] += out.nbytes
 
     def open_shards(self) -> None:
-        """Other ranks may read this rank's shards of the weights (`zc.ranks.routes.Shards`), until `close_shards`."""
+        """Other ranks may read this rank's shards of the weights until `close_shards`, where they do (`Way.SHARDS`)."""
         if self.routes.gathers_alone:
             self.routes.shards.open({index: self.buffers.weight_shard(index) for index in self.buffers.filled})
 
     def close_shards(self) -> None:
         """Returns when no rank reads a shard any more, so that all of them may be written."""
-        self.routes.shards.close()
+        if self.routes.gathers_alone:
+            self.routes.shards.close()
 
     def clear(self, buckets: Sequence[Bucket], *, set_to_none: bool) -> None:
         """zero_grad. With ``set_to_none`` False the gradients become zeros, which still count as gradients."""

@@ -285,8 +285,7 @@ class Runtime(Core):
 
     def _cut_short(self) -> None:
         """Reduces what all ranks have agreed to reduce in a backward that did not end on this one: others wait."""
-        journal = self.group.journal
-        if self.announcements.has_proposal and journal is not None and not journal.has_failed:
+        if self.announcements.has_proposal and self.group.can_exchange:
             self.streams.join_main()  # each reduction that was issued has begun, and is counted
             self._reduce(self.announcements.cut_short(), is_boundary=self.is_boundary)
 

@@ -54,11 +54,13 @@ class Level(enum.Enum):
 
 
 class Way(enum.Enum):
-    """How bytes travel in one hop. The classes of `zc.ranks.routes` have the same names."""
+    """How bytes travel in one hop. The routes have the same names: those of `zc.ranks.routes`, and those that
+    `zc.compile` hands over."""
 
     ALONE = "alone"  # one rank sends nothing
     MESSAGES = "messages"
     MEMORY = "memory"  # each rank reads the others' memory
+    SHARDS = "shards in memory"  # a rank reads those of the others when it likes: nobody writes them between updates
     ENCODED = "encoded"  # messages of 8 bits, or 4, an element
     REPLICAS = "replicas"  # messages between the ranks with one shard, whose sum all of them get
 
@@ -174,7 +176,8 @@ def hops_to_gather(plan: Plan, bucket: Bucket, *, is_exact: bool = False) -> tup
     is_encoded = not is_exact and plan.gather_encoding is not None and (not in_shards or plan.encodes_weights(bucket))
     beyond = Way.ENCODED if is_encoded else Way.MESSAGES
     if not plan.topology.has_levels:
-        return (Hop(Way.MEMORY if reads and not is_encoded else beyond, Level.ALL),)
+        by_memory = Way.SHARDS if in_shards else Way.MEMORY
+        return (Hop(by_memory if reads and not is_encoded else beyond, Level.ALL),)
     near = Way.MEMORY if reads and not in_shards else Way.MESSAGES
     return Hop(beyond, Level.NET), Hop(near, Level.HOST)
 

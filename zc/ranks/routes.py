@@ -24,9 +24,9 @@ from einops import rearrange
 from torch import Tensor
 
 from zc.kernels import reduce_rows
-from zc.planning.hops import Hop, Way, hops_to_gather, reads_shards
+from zc.planning.hops import Hop, Level, Way, hops_to_gather, reads_shards
 from zc.ranks.exchanges import Sum
-from zc.ranks.journal import GATHER, GATHER_SUMS, REDUCE, wait
+from zc.ranks.journal import GATHER, GATHER_SUMS, wait
 
 if TYPE_CHECKING:
     from zc.planning.plan import Bucket, Plan
@@ -58,12 +58,21 @@ class Route:
         shard as all ranks have it, ``whole`` += what each rank's shard is ahead of that."""
         raise NotImplementedError
 
+    def open(self, shards: Mapping[int, Tensor]) -> None:
+        """The others may read ``shards``, by bucket, from here to `close`. All ranks open the same in the same
+        order."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Returns when no rank reads a shard any more, so that all of them may be written."""
+        raise NotImplementedError
+
 
 class Alone(Route):
     """One rank."""
 
     def reduce(self, bucket: Bucket, sent: Tensor, total: Sum) -> None:
-        _add(total, sent.view(1, -1), bucket)
+        add_rows(total, sent.view(1, -1), bucket)
 
     def gather(self, bucket: Bucket, whole: Tensor, shard: Tensor, scratch: Tensor | None, base: Tensor | None) -> None:
         _copy(whole, shard)
@@ -86,85 +95,10 @@ class Messages(Route):
     def finish(self, bucket: Bucket, scratch: Tensor, total: Sum) -> None:
         count = 1 if self.is_native else self.ranks.world_size
         rows = _view(scratch, count * total.out.numel(), self.hop.dtype(bucket)).view(count, -1)
-        _add(total, rows, bucket, keeps_rows=False)
+        add_rows(total, rows, bucket, keeps_rows=False)
 
     def gather(self, bucket: Bucket, whole: Tensor, shard: Tensor, scratch: Tensor | None, base: Tensor | None) -> None:
         wait(self.ranks.all_gather(whole, shard, GATHER, bucket.index))
-
-
-@dataclass(frozen=True)
-class Memory(Route):
-    """The ranks of one host on a CPU, each of which reads the others' memory: one copy where messages make three."""
-
-    ranks: Group
-
-    def reduce(self, bucket: Bucket, sent: Tensor, total: Sum) -> None:
-        def use(rows: Tensor, start: int, stop: int) -> None:
-            _add(total._replace(out=total.out[start:stop]), rows, bucket)
-
-        with self.ranks.offering(REDUCE, bucket.index, sent) as places:
-            self.ranks.neighbours.rows(sent, *bucket.layout.host_range(self.ranks.rank), places, use)
-
-    def gather(self, bucket: Bucket, whole: Tensor, shard: Tensor, scratch: Tensor | None, base: Tensor | None) -> None:
-        with self.ranks.offering(GATHER, bucket.index, shard) as places:
-            for peer, place in places.items():
-                self.ranks.neighbours.read(whole[slice(*bucket.layout.host_range(peer))], peer, place)
-
-
-class Shards(Route):
-    """The same for shards of weights that nobody writes between two updates (stage 3). There a rank may read the
-    others' at any time, as often as it likes, and in an order of its own: ranks may drop different layers, see
-    different tasks, or evaluate alone. Two points order reads and writes, once per update::
-
-        rank 0:  update 7   open    gather 3, gather 2, ...      close   update 8
-                              |                                    |
-        rank 1:  update 7   open    gather 0, gather 3, ...      close   update 8
-
-    A rank *opens* its shards by one signal per bucket, which says where the shard lies; a gather of another rank waits
-    for it. Before a rank writes its shards it *closes* them: it signals that its own reads are done, and waits until
-    the others have done theirs. The model of MPI's passive targets between two fences (MPI-2, 11.4.1). """
-
-    def __init__(self, ranks: Group) -> None:
-        self._ranks = ranks
-        self._open: set[int] = set()
-        self._kept: set[int] = set()  # until all ranks have dropped the model
-        # by bucket: where the other ranks' shards are. The stream of gathers uses it; the issuing thread does when it
-        # has joined that stream
-        self._places: dict[int, dict[int, bytes]] = {}
-
-    def gather(self, bucket: Bucket, whole: Tensor, shard: Tensor, scratch: Tensor | None, base: Tensor | None) -> None:
-        whole[slice(*bucket.layout.shard_range(self._ranks.rank))] = shard
-        for peer, place in self._places_of(bucket.index).items():
-            self._ranks.neighbours.read(whole[slice(*bucket.layout.shard_range(peer))], peer, place)
-
-    def _places_of(self, index: int) -> dict[int, bytes]:
-        """Waits until all ranks have opened this bucket."""
-        if index not in self._places:
-            self._places[index] = self._ranks.await_full(GATHER, index)
-        return self._places[index]
-
-    def open(self, shards: Mapping[int, Tensor]) -> None:
-        """The others may read ``shards``, by bucket, from here to `close`. All ranks open the same in the same
-        order."""
-        for index, shard in shards.items():
-            if index not in self._kept:
-                self._ranks.keep_alive(shard)
-                self._kept.add(index)
-            if index not in self._open:
-                self._ranks.signal_full(GATHER, index, shard)
-                self._open.add(index)
-
-    def close(self) -> None:
-        """Returns when no rank reads a shard any more, so that all of them may be written."""
-        if not self._open:
-            return
-        buckets = sorted(self._open)
-        for index in buckets:
-            self._places_of(index)  # also of ranks whose shards this one has not read
-        self._places.clear()
-        self._ranks.signal_free(GATHER, buckets[0])
-        self._ranks.await_free(GATHER, buckets[0])
-        self._open.clear()
 
 
 @dataclass(frozen=True)
@@ -179,11 +113,11 @@ class Replicas(Route):
         piece = torch.empty(sent.numel() // self.ranks.world_size, dtype=bucket.acc_dtype, device=sent.device)
         wait(self.ranks.all_to_all(rows, sent, bucket.index))
         pieces = rearrange(rows, "(replica piece) -> replica piece", replica=self.ranks.world_size)
-        _add(Sum(piece), pieces, bucket, keeps_rows=False)
+        add_rows(Sum(piece), pieces, bucket, keeps_rows=False)
         wait(self.ranks.all_gather(out, piece, GATHER_SUMS, bucket.index))
 
     def finish(self, bucket: Bucket, scratch: Tensor, total: Sum) -> None:
-        _add(total, _view(scratch, total.out.numel(), bucket.acc_dtype).view(1, -1), bucket, keeps_rows=False)
+        add_rows(total, _view(scratch, total.out.numel(), bucket.acc_dtype).view(1, -1), bucket, keeps_rows=False)
 
 
 class Routes:
@@ -194,7 +128,8 @@ class Routes:
         self.plan, self.group, self.tables, self._makers = plan, group, tables, makers
         self._made: dict[Hop, Route] = {}
         self._to_gather: dict[tuple[bool, bool], tuple[Hop, ...]] = {}  # by what decides it: all buckets are alike
-        self.shards = Shards(group.shard)
+        # of weights that a rank gathers when it likes: made here, since two threads use it
+        self.shards = self._of(Hop(Way.SHARDS, Level.ALL)) if self.gathers_alone else Route()
 
     @property
     def gathers_alone(self) -> bool:
@@ -215,8 +150,7 @@ class Routes:
         hops = self._to_gather[in_shards, is_exact]
         for hop in hops:
             part = whole if hop is hops[-1] else whole[slice(*bucket.layout.host_range(self.group.shard.rank))]
-            route = self.shards if in_shards and hop.way is Way.MEMORY else self._of(hop)
-            route.gather(bucket, part, shard, scratch, base)
+            self._of(hop).gather(bucket, part, shard, scratch, base)
             shard = part
 
     def _of(self, hop: Hop) -> Route:
@@ -231,8 +165,6 @@ class Routes:
         match hop.way:
             case Way.ALONE:
                 return Alone()
-            case Way.MEMORY:
-                return Memory(sharers)
             case Way.REPLICAS:
                 assert self.group.replicas is not None, "the plan has replicas"
                 return Replicas(self.group.replicas)
@@ -244,7 +176,7 @@ class Routes:
 MakeRoute = Callable[[Routes, Hop], Route]
 
 
-def _add(total: Sum, rows: Tensor, bucket: Bucket, *, keeps_rows: bool = True) -> None:
+def add_rows(total: Sum, rows: Tensor, bucket: Bucket, *, keeps_rows: bool = True) -> None:
     """``total`` [n] <- the sum of rows [ranks, n] in rank order, in the accumulator's dtype. A sum that travels on may
     be narrower. Without ``keeps_rows`` they are undefined afterwards."""
     out = total.out

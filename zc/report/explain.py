@@ -164,7 +164,7 @@ def _ways(plan: Plan) -> str:
     words = {True: "read from the other ranks' memory", False: "messages"}
 
     def gathered(bucket: Bucket) -> bool:
-        return any(hop.way is Way.MEMORY for hop in hops_to_gather(plan, bucket))
+        return any(hop.way in (Way.MEMORY, Way.SHARDS) for hop in hops_to_gather(plan, bucket))
 
     gathers = gathered(plan.buckets[0])
     inside = f"reductions: {words[plan.hops[0].way is Way.MEMORY]}; gathers of weights: {words[gathers]}; "
