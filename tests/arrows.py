@@ -52,10 +52,6 @@ WINGS = {
 }  # fmt: skip
 # Imports of wings that the core still has, in functions or for types, too. The list only gets shorter.
 STILL = """
-zc.compiler.backend -> zc.compiler.blocks
-zc.compiler.graphs -> zc.compiler.blocks
-zc.compiler.graphs -> zc.schedule.rebase
-zc.compiler.segments -> zc.compiler.blocks
 zc.engine.runtime -> zc.engine.announcements
 zc.engine.features -> zc.weights.weights
 zc.passes.verify -> zc.passes.residency

@@ -277,7 +277,7 @@ def _install(model: nn.Module, compiled: ShardedModel, call: Callable[..., Any] 
 def _compile_blocks(model: nn.Module, runtime: Runtime) -> None:
     """Compiles one block of each kind, and with sharded weights the modules outside of blocks one by one."""
     kinds, dynamic, context = runtime.plan.kinds, runtime.config.dynamic, runtime.weights.around_block
-    make_backend = partial(compiler.make_backend, runtime, Blocks(weakref.proxy(runtime), kinds))
+    make_backend = partial(compiler.make_backend, runtime, Blocks(weakref.proxy(runtime), kinds).find_block)
     places = compile_blocks(model, kinds, make_backend, guards.install_call, dynamic, context)
     runtime.outside_blocks = matrices_around(model, kinds)
     singles = find_singles(model, kinds) if runtime.plan.sharded else []
