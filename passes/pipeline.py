@@ -23,11 +23,9 @@ def pipeline(*, in_place: bool, prove: bool = True, windows: bool = False) -> tu
     """The passes over a backward graph. ``in_place``: compute gradients in their slots where possible; ``windows``: of
     sharded weights, which are there while they are read."""
     passes = [tag_gradients.PASS, bucket_gradients.PASS]
-    if in_place:
-        passes.append(write_in_place.PASS)
+    passes += [write_in_place.PASS] if in_place else []
     passes += [reduce_buckets.PASS, offload_gradients.PASS, keep_fusions.PASS]
-    if windows:
-        passes.append(window_weights.PASS)
+    passes += [window_weights.PASS] if windows else []
     return scheduling(*passes, outline_segments.PASS, prove=prove)
 
 

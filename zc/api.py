@@ -32,6 +32,7 @@ from zc.errors import ZcError
 from zc.features import RANKS, features_of
 from zc.fill import broadcast_rest, fill, restore, snapshot
 from zc.meta import place
+from zc.offload.disk import DiskState
 from zc.offload.host_step import HostStep
 from zc.optim import methods
 from zc.optim.assignment import Container
@@ -211,7 +212,9 @@ def _make_updater(request: Request, one: ShardedOptimizer) -> Updater:
     if request.plan.offload is None:
         return Updater(one.runtime)
     by_bucket = is_elementwise(one.optimizer)
-    return HostStep(one.runtime, one.number, one.local, one.slices, request.state_file, by_bucket=by_bucket)
+    file = request.state_file
+    disk = None if file is None else DiskState(one.runtime, file, one.local, one.slices)
+    return HostStep(one.runtime, one.number, one.local, one.slices, disk, by_bucket=by_bucket)
 
 
 def _make_buffer_sync(model: nn.Module, runtime: Runtime) -> BufferSync | None:

@@ -13,14 +13,23 @@ from zc.ranks.by_memory import by_memory
 from zc.ranks.control import Parts
 from zc.ranks.encoded import encoded
 from zc.ranks.hosts import find_hosts
+from zc.ranks.routes import MakeRoute
 from zc.ranks.watch import Watch
 
 if TYPE_CHECKING:
     from zc.config import Config
     from zc.planning.plan import Plan
 
-RANKS = Parts(find_hosts, Watch.of_this_process)
-ROUTES = {Way.ENCODED: encoded, Way.MEMORY: by_memory, Way.SHARDS: by_memory}
+# one line for each feature: without it the rest works
+RANKS = Parts(
+    find_hosts=find_hosts,
+    watch_of=Watch.of_this_process,
+)
+ROUTES: dict[Way, MakeRoute] = {
+    Way.ENCODED: encoded,
+    Way.MEMORY: by_memory,
+    Way.SHARDS: by_memory,
+}
 
 
 def features_of(plan: Plan, config: Config) -> Features:

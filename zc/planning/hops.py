@@ -43,6 +43,9 @@ class Encoding(Protocol):
     def row_nbytes(self, layout: FlatLayout) -> tuple[int, ...]:
         """Bytes of each shard's row."""
 
+    def exact_numel(self, plan: Plan) -> int:
+        """Elements of parameters that travel as they are."""
+
 
 class Level(enum.Enum):
     """The ranks of one hop."""

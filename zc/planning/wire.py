@@ -49,6 +49,9 @@ class Wire:
     def row_nbytes(self, layout: FlatLayout) -> tuple[int, ...]:
         return row_nbytes(layout, self.bits)
 
+    def exact_numel(self, plan: Plan) -> int:
+        return sum(slot.numel for bucket in plan.buckets for slot in bucket.slots if is_exact(slot))
+
 
 def wire_of(dtype: object) -> Wire | None:
     """What reduce_dtype or gather_dtype asks for; None: elements travel as they are."""
@@ -116,11 +119,6 @@ def _spans(layout: FlatLayout, start: int, stop: int) -> Iterator[tuple[int, int
         exact = kind
     if stop > first:
         yield first, stop, exact
-
-
-def exact_numel(plan: Plan) -> int:
-    """Elements of parameters that travel exact."""
-    return sum(slot.numel for bucket in plan.buckets for slot in bucket.slots if is_exact(slot))
 
 
 def rows_between_hosts(plan: Plan, bucket: Bucket, rank: int, bits: int) -> Rows:

@@ -13,10 +13,8 @@ from zc.engine.accumulators import Acc
 from zc.engine.program import Program
 from zc.errors import PlanError
 from zc.offload.host_step import HostStep
-from zc.passes.write_in_place import nbytes_in_place
 from zc.planning.hops import Way, hops_to_gather
 from zc.planning.plan import Bucket, Plan
-from zc.planning.wire import BLOCK, exact_numel
 from zc.registry import persistent_nbytes, sharded
 from zc.report import last_step, residency, summary
 from zc.report.html import BucketBar, page
@@ -185,10 +183,12 @@ def _encoded(plan: Plan) -> list[str]:
     ways = [f"gradients in {gradients.bits} bits"] if gradients is not None else []
     how = "weights in" if plan.placement.shards_weights else "weights as differences of"
     ways += [f"{how} {weights.bits} bits"] if weights is not None else []
-    if not ways:
+    encoding = gradients or weights
+    if encoding is None:
         return []
     where = "between hosts" if plan.topology.has_levels else "between ranks"
-    return [f"{where} {' and '.join(ways)}, a scale per {BLOCK} elements; {exact_numel(plan):,} elements exact"]
+    exact = encoding.exact_numel(plan)
+    return [f"{where} {' and '.join(ways)}, a scale per {encoding.block} elements; {exact:,} elements exact"]
 
 
 def _optimizers(runtime: Runtime, kinds: list[str]) -> str:
@@ -280,6 +280,6 @@ def _verdict(program: Program) -> str:
     counts = ", ".join(f"{name} {n}" for name, n in counts_of(program.graph).items())
     verdict = "races 0, redundant 0" if summary.is_proved(program) else "NOT VERIFIED"
     seconds = sum(r.seconds for r in program.records)
-    in_place, total = nbytes_in_place(program.graph, program.plan)
+    in_place, total = summary.nbytes_in_place(program.graph, program.plan)
     share = f"gradients made in place: {in_place:,} of {total:,} bytes"
     return f"run {program.num_runs} times; {counts}; {verdict}; passes took {seconds * 1e3:.1f} ms; {share}"
