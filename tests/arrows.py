@@ -54,7 +54,6 @@ WINGS = {
 STILL = """
 zc.engine.runtime -> zc.engine.announcements
 zc.engine.features -> zc.weights.weights
-zc.passes.verify -> zc.passes.residency
 """
 
 

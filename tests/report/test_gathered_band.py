@@ -15,6 +15,7 @@ from zc.config import Config
 from zc.engine.binding import Operations
 from zc.engine.clock import ClockedStep, Span
 from zc.engine.program import Program, build
+from zc.passes.pipeline import PARTS
 from zc.passes.scheduling import scheduling
 from zc.passes.weights_schedule import PREFIX, weights_graph
 from zc.planning.packing import ParamSpec, make_plan
@@ -37,7 +38,8 @@ def plan_of(sizes: tuple[int, ...], cap: int) -> Plan:
 def planned(plan: Plan, uses: Uses, name: str = "weights_0") -> Program:
     residency = plan_residency(uses, {bucket.index: bucket.nbytes for bucket in plan.buckets}, plan.weight_cap)
     nothing = Operations(SimpleNamespace(operations={}))  # type: ignore[arg-type]
-    return build(weights_graph(plan, residency), plan, scheduling(prove=True, prefix=PREFIX), nothing, name=name)
+    passes = scheduling(prove=True, prefix=PREFIX, parts=PARTS)
+    return build(weights_graph(plan, residency), plan, passes, nothing, name=name)
 
 
 def spans_of(one: Program, begin: float = 0.0) -> list[Span]:

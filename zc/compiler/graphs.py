@@ -191,7 +191,7 @@ class CompiledGraph(ABC):
         if graph is None:
             return None
         if any(record.name == verify.PASS.name for record in template.records):
-            verify.verify(graph, template.plan)
+            verify.verify(graph, template.plan, self.runtime.features.pipelines.parts)
         name, pieces = f"{template.name} of {member}", codegen.load(graph)
         operations, records = template.operations, template.records
         return Program(name, graph, template.plan, pieces, operations, records, block=member, like=template)
