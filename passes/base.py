@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 if TYPE_CHECKING:
+    from zc.passes.verify import Part
     from zc.planning.plan import Plan
 
 
@@ -24,10 +25,13 @@ class Pass(NamedTuple):
 
 class Pipelines(NamedTuple):
     """The passes that make a schedule of a backward graph, and of a forward graph whose weights come while it reads
-    them."""
+    them. ``landing`` makes the graph that copies one bucket's reduced gradient to host memory, with offload.
+    ``parts``: of the proof, that features bring."""
 
     backward: tuple[Pass, ...]
     forward: tuple[Pass, ...]
+    landing: Callable[[Plan, int], fx.Graph] | None = None
+    parts: tuple[Part, ...] = ()
 
 
 def copy_node(node: fx.Node, graph: fx.Graph, where: dict[fx.Node, fx.Node]) -> fx.Node:

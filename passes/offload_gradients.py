@@ -26,6 +26,7 @@ from __future__ import annotations
 from torch import fx
 
 from zc.passes.base import Pass, copy_graph
+from zc.passes.debt import Debt
 from zc.passes.reduce_buckets import is_complete
 from zc.planning.plan import Plan
 from zc.schedule.buffer import Buffer
@@ -58,7 +59,7 @@ def run(graph: fx.Graph, plan: Plan) -> fx.Graph:
             writes = [op for _, op in chain if isinstance(op, Write)]
             is_reduced = isinstance(op, Reduction) and op.brings_mean(plan)
             if is_reduced or (plan.world_size == 1 and is_complete(writes, plan)):
-                insert_landing(new, plan, last, op.bucket, k)
+                _insert_landing(new, plan, last, op.bucket, k)
     return new
 
 
@@ -89,7 +90,16 @@ def _visit(graph: fx.Graph, plan: Plan, chain: _Chain, k: int, before: _Chain | 
     put_after(graph, chain[-1][0], CopyToHost(bucket, host, staging))
 
 
-def insert_landing(graph: fx.Graph, plan: Plan, after: fx.Node, bucket: int, k: int) -> None:
+def landing_graph(plan: Plan, index: int) -> fx.Graph:
+    """The copy of one bucket's reduced gradient to host memory, where no schedule of a backward has copied it."""
+    graph = fx.Graph()
+    last = graph.output(())
+    last.meta["debt"] = Debt(totals=frozenset({index}))
+    _insert_landing(graph, plan, last.prev, index, index)
+    return graph
+
+
+def _insert_landing(graph: fx.Graph, plan: Plan, after: fx.Node, bucket: int, k: int) -> None:
     """Copies the reduced gradient of one bucket to host memory, after the node ``after``."""
     staging = Buffer("staging", k % plan.num_staging)
     snapshot = StageShard(bucket, staging, Buffer("acc", bucket))

@@ -41,7 +41,7 @@ from zc.passes.base import Pass, copy_graph
 from zc.planning.layout import outside
 from zc.planning.plan import Bucket, Plan
 from zc.schedule.nodes import change, ops, put_after
-from zc.schedule.spec import AccumulateCast, Cast, Deposit, FlattenCast, WgradInto, Write
+from zc.schedule.spec import AccumulateCast, Cast, FlattenCast, WgradInto
 
 _aten = torch.ops.aten
 _MATMULS = (_aten.mm.default, _aten.bmm.default)
@@ -166,21 +166,6 @@ def _is_plain(val: Any) -> bool:
     if not isinstance(val, torch.Tensor) or val.layout != torch.strided:
         return False
     return all(isinstance(size, int) for size in val.shape) and val.is_contiguous()
-
-
-def nbytes_in_place(graph: fx.Graph, plan: Plan) -> tuple[int, int]:
-    """Bytes, in the dtype of the buffer they go to, of the gradients that a schedule makes in place, and of all that it
-    writes or deposits. Each byte made in place saves reading it once and writing it once more."""
-    in_place = total = 0
-    for _, op in ops(graph):
-        if not isinstance(op, Write | Deposit):
-            continue
-        bucket = plan.buckets[op.bucket]
-        dtype = bucket.reduce_dtype if plan.placement.shards_gradients else bucket.acc_dtype
-        nbytes = sum(bucket.slots[k].numel for k in op.slots) * dtype.itemsize
-        total += nbytes
-        in_place += nbytes if isinstance(op, WgradInto) else 0
-    return in_place, total
 
 
 PASS = Pass("write_in_place", run, requires=frozenset({"writes"}))

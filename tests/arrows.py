@@ -37,8 +37,8 @@ CORE = ("planning", "schedule", "passes", "engine", "compiler", "ranks", "optim"
 WINGS = {
     "weights": "zc.weights zc.meta zc.planning.residency zc.planning.frozen zc.passes.window_weights "
                "zc.passes.residency zc.passes.weights_schedule zc.engine.weight_operations",
-    "host": "zc.ranks.links zc.ranks.memory zc.ranks.neighbours zc.ranks.hosts",
-    "wire": "zc.planning.wire",
+    "host": "zc.ranks.links zc.ranks.memory zc.ranks.neighbours zc.ranks.hosts zc.ranks.by_memory",
+    "wire": "zc.planning.wire zc.ranks.encoded",
     "watch": "zc.ranks.watch zc.ranks.verdicts",
     "agree": "zc.engine.announcements zc.ranks.announcement",
     "owners": "zc.planning.ownership zc.engine.owners",
@@ -52,31 +52,8 @@ WINGS = {
 }  # fmt: skip
 # Imports of wings that the core still has, in functions or for types, too. The list only gets shorter.
 STILL = """
-zc.compiler.backend -> zc.compiler.blocks
-zc.compiler.graphs -> zc.compiler.blocks
-zc.compiler.graphs -> zc.schedule.rebase
-zc.compiler.segments -> zc.compiler.blocks
-zc.engine.buffers -> zc.engine.host_memory
-zc.engine.deposits -> zc.passes.offload_gradients
-zc.engine.ledger -> zc.ranks.announcement
-zc.engine.operations -> zc.engine.owners
-zc.engine.operations -> zc.engine.weight_operations
 zc.engine.runtime -> zc.engine.announcements
-zc.engine.runtime -> zc.engine.buffer_sync
-zc.engine.runtime -> zc.weights.weights
-zc.optim.optimizer -> zc.engine.owners
-zc.passes.verify -> zc.passes.residency
-zc.planning.hops -> zc.planning.wire
-zc.planning.nbytes -> zc.planning.wire
-zc.planning.packing -> zc.planning.ownership
-zc.planning.packing -> zc.planning.wire
-zc.planning.plan -> zc.planning.wire
-zc.ranks.control -> zc.ranks.hosts
-zc.ranks.control -> zc.ranks.neighbours
-zc.ranks.control -> zc.ranks.watch
-zc.ranks.group -> zc.ranks.neighbours
-zc.ranks.journal -> zc.ranks.watch
-zc.ranks.routes -> zc.planning.wire
+zc.engine.features -> zc.weights.weights
 """
 
 

@@ -29,7 +29,8 @@ from zc.gradients import clip_grad_norm_, count, full_grad, grads_are_finite
 from zc.log import configure as _configure_log
 from zc.optim.kinds import elementwise
 from zc.optim.one_rank import one_rank
-from zc.passes.verify import Verdict, verify
+from zc.passes.pipeline import verify
+from zc.passes.verify import Verdict
 from zc.recompile import recompile
 from zc.registry import persistent_nbytes
 from zc.report.estimate import Estimate

@@ -23,27 +23,28 @@ from zc.config import OPTIONS
 from zc.diverged import files
 from zc.engine.buffer_sync import BufferSync, has_buffers
 from zc.engine.buffers import Buffers
+from zc.engine.host_memory import HostMemory
 from zc.engine.runtime import Runtime
 from zc.engine.streams import make_streams
 from zc.engine.unset import Unset
 from zc.engine.updater import Updater
 from zc.errors import ZcError
+from zc.features import RANKS, features_of
 from zc.fill import broadcast_rest, fill, restore, snapshot
 from zc.meta import place
+from zc.offload.disk import DiskState
 from zc.offload.host_step import HostStep
 from zc.optim import methods
 from zc.optim.assignment import Container
 from zc.optim.kinds import is_elementwise
 from zc.optim.model import ShardedModel
 from zc.optim.optimizer import ShardedOptimizer
-from zc.passes.pipeline import pipelines
 from zc.plan_checks import check_shards_fit
 from zc.planning.blocks import find_singles, matrices_around
 from zc.prepare import Request, fingerprint, notes_of, resolve
 from zc.ranks.group import Group
 from zc.ranks.mesh import ranks_of
 from zc.registry import COMPILED, is_ours, sharded
-from zc.weights import make_weights
 
 
 def compile(  # noqa: A001  (the name users know from torch.compile)
@@ -161,7 +162,7 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
     """
     config_options = {name: value for name, value in locals().items() if name in OPTIONS}
     check_initialized()
-    ranks = ranks_of(mesh, group, reads_memory=is_on_cpu(model, device))
+    ranks = ranks_of(mesh, group, RANKS, reads_memory=is_on_cpu(model, device))
     with contextlib.ExitStack() as undo:
         with ranks.refuse_together():
             unset_params, unset_buffers = place(model, device, stage, undo)
@@ -195,10 +196,10 @@ def _make_runtime(request: Request, ranks: Group) -> Runtime:
     ranks.open_data(device)
     if plan.topology.has_levels:
         ranks.shard.open_levels()
-    buffers, params = Buffers(plan, ranks.shard.rank), dict(request.assignment.params)
+    memory = HostMemory(device) if plan.offload is not None else None
+    buffers, params = Buffers(plan, ranks.shard.rank, memory), dict(request.assignment.params)
     config = request.config
-    passes = pipelines(in_place=config.write_in_place, prove=config.verify, windows=bool(plan.sharded))
-    runtime = Runtime(config, buffers, ranks, make_streams(device), params, passes, make_weights)
+    runtime = Runtime(config, buffers, ranks, make_streams(device), params, features_of(plan, config))
     runtime.frozen = {n: p for n, p in request.model.named_parameters() if n not in params}
     in_buckets = plan.slot_of()
     runtime.placed.update({n: p for n, p in runtime.frozen.items() if n in in_buckets})
@@ -211,7 +212,9 @@ def _make_updater(request: Request, one: ShardedOptimizer) -> Updater:
     if request.plan.offload is None:
         return Updater(one.runtime)
     by_bucket = is_elementwise(one.optimizer)
-    return HostStep(one.runtime, one.number, one.local, one.slices, request.state_file, by_bucket=by_bucket)
+    file = request.state_file
+    disk = None if file is None else DiskState(one.runtime, file, one.local, one.slices)
+    return HostStep(one.runtime, one.number, one.local, one.slices, disk, by_bucket=by_bucket)
 
 
 def _make_buffer_sync(model: nn.Module, runtime: Runtime) -> BufferSync | None:
@@ -277,7 +280,7 @@ def _install(model: nn.Module, compiled: ShardedModel, call: Callable[..., Any] 
 def _compile_blocks(model: nn.Module, runtime: Runtime) -> None:
     """Compiles one block of each kind, and with sharded weights the modules outside of blocks one by one."""
     kinds, dynamic, context = runtime.plan.kinds, runtime.config.dynamic, runtime.weights.around_block
-    make_backend = partial(compiler.make_backend, runtime, Blocks(weakref.proxy(runtime), kinds))
+    make_backend = partial(compiler.make_backend, runtime, Blocks(weakref.proxy(runtime), kinds).find_block)
     places = compile_blocks(model, kinds, make_backend, guards.install_call, dynamic, context)
     runtime.outside_blocks = matrices_around(model, kinds)
     singles = find_singles(model, kinds) if runtime.plan.sharded else []

@@ -12,6 +12,7 @@ import torch
 from zc import torch_private
 from zc.errors import PlanError
 from zc.planning import wire
+from zc.planning.hops import Encoding
 from zc.planning.placement import OFFLOADS, PLACEMENTS, Offload, Placement
 
 BACKENDS = ("inductor", "aot_eager", "eager")
@@ -160,6 +161,16 @@ class Config:
     def shards_frozen(self) -> bool:
         """Whether each rank keeps only shards of frozen parameters."""
         return self.shard_frozen or self.placement.shards_weights
+
+    @property
+    def reduce_encoding(self) -> Encoding | None:
+        """How gradients travel where they leave a host; None: as they are."""
+        return wire.wire_of(self.reduce_dtype)
+
+    @property
+    def gather_encoding(self) -> Encoding | None:
+        """How weights travel there."""
+        return wire.wire_of(self.gather_dtype)
 
     @property
     def placement(self) -> Placement:

@@ -91,3 +91,8 @@ def _kept_params(optimizer: Optimizer) -> list[str]:
     own = [f"self.{name}" for name, value in attributes.items() if name != "param_groups" and has_some(value)]
     options = [(key, value) for group in groups for key, value in group.items() if key != "params"]
     return list(dict.fromkeys([*own, *(f'group["{key}"]' for key, value in options if has_some(value))]))
+
+
+def megabytes(nbytes: float) -> str:
+    """In the unit that gives at least one digit before the point."""
+    return f"{nbytes / 1e9:,.1f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:,.1f} MB"

@@ -26,6 +26,7 @@ from zc.planning.blocks import find_kinds
 from zc.planning.frozen import with_frozen
 from zc.planning.kinds import BlockKind
 from zc.planning.layout import Rule, own_strides
+from zc.planning.ownership import assign_owners
 from zc.planning.packing import ParamSpec, make_plan
 from zc.planning.plan import Plan
 from zc.planning.topology import Topology, usable
@@ -142,9 +143,11 @@ def plan_for(
     frozen: Mapping[str, nn.Parameter] | None = None,
     after: Plan | None = None,
 ) -> Plan:
-    """`make_plan` with the options of ``config``, and buckets for the parameters ``frozen``, which lie in shards."""
+    """`make_plan` with the options of ``config``, and buckets for the parameters ``frozen``, which lie in shards.
+    ``after``: a plan whose owners of whole parameters have their load already."""
     check_encodings(config, {spec.name: spec.dtype for spec in specs}, rules)
-    plan = make_plan(specs, config, topology, rules=rules, kinds=kinds, num_replicas=num_replicas, after=after)
+    owners = assign_owners(specs, rules, topology.world_size, after)
+    plan = make_plan(specs, config, topology, rules=rules, kinds=kinds, num_replicas=num_replicas, owners=owners)
     return with_frozen(plan, frozen or {}, config.bucket_nbytes)
 
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from harness import run_ranks
 
+from zc.features import RANKS
 from zc.ranks.group import Group
 
 DEVICE = torch.device("cuda", 1)
@@ -47,7 +48,7 @@ class Lambda:
 
 def opened(rank: int) -> Group:
     """On gloo, whose tensors are said to be a device's."""
-    ranks = Group(None, reads_memory=False)
+    ranks = Group(None, RANKS, reads_memory=False)
     ranks.open_data(torch.device("cpu"))
     ranks._device, ranks._by_pairs, ranks._by_memory, ranks._waits_on_stream = DEVICE, False, False, False
     return ranks
@@ -108,7 +109,7 @@ def _made(rank: int, world_size: int) -> list[tuple[Any, bool]]:
             "set_device_index",
             lambda device: current.append((str(device), threading.get_ident() == home)),
         )
-        ranks = Group(None, reads_memory=False)
+        ranks = Group(None, RANKS, reads_memory=False)
         ranks.new_group("gloo", device=DEVICE)
         ranks.close()
         return current

@@ -24,6 +24,7 @@ from zc.engine.binding import Operations
 from zc.engine.buffers import Buffers
 from zc.engine.deposits import Deposits
 from zc.engine.program import build
+from zc.features import ROUTES
 from zc.passes import insert_events, place_on_streams, verify
 from zc.passes.pipeline import pipeline
 from zc.planning.allocations import shared
@@ -134,12 +135,12 @@ def run_threads(hosts: Topology, plan: Plan, grads: list[Tensor]) -> tuple[Wires
         buffers.flat_param[0].fill_(1.0)
         columns = group_of(row, replicas, Topology(len(replicas), 1)) if len(replicas) > 1 else None
         ranks = SimpleNamespace(shard=group, replicas=columns, rank=rank)
-        accs = Accumulators(buffers, ranks, Routes(plan, ranks, buffers.tables))  # type: ignore[arg-type]
+        accs = Accumulators(buffers, ranks, Routes(plan, ranks, buffers.tables, ROUTES))  # type: ignore[arg-type]
         deposits = Deposits(Inline(), pipeline(in_place=False), accs)  # type: ignore[arg-type]
         deposits.add(bucket, 0, grads[rank].to(bucket.param_dtype))
         deposits.flush(plan, 0, is_boundary=True, may_reduce=None)
         means[rank] = buffers.acc_shard(bucket).clone()
-        own = buffers.master_shard[0] if plan.gather_bits else buffers.shard(buffers.flat_param[0], bucket)
+        own = buffers.master_shard[0] if plan.gather_encoding else buffers.shard(buffers.flat_param[0], bucket)
         own.fill_(number + 2.0)
         gather = [each._replace(requires=frozenset()) for each in passes]
         build(gather_graph(plan, [0]), plan, gather, Operations(accs), name="gather")([], Inline())  # type: ignore[arg-type]

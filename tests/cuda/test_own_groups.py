@@ -15,6 +15,7 @@ from torch import nn
 import zc
 from zc import torch_private
 from zc.errors import PlanError
+from zc.features import RANKS
 from zc.ranks import hosts
 from zc.ranks.group import Group
 
@@ -52,7 +53,7 @@ def _exchanges(rank: int, world_size: int, members: tuple[int, ...], is_bound: b
             return call
 
         try:
-            ranks = Group(program_group, reads_memory=False)
+            ranks = Group(program_group, RANKS, reads_memory=False)
             ranks.open_data(torch.device("cuda", 1))
             bound_after = default.bound_device_id
         finally:
@@ -105,7 +106,7 @@ def test_exchanges_are_on_a_group_of_zcs_own(members: tuple[int, ...], is_bound:
 
 def _refused(rank: int, world_size: int) -> str:
     """Job."""
-    ranks = Group(dist.new_group([0, 1], backend="cpu:gloo"))
+    ranks = Group(dist.new_group([0, 1], backend="cpu:gloo"), RANKS)
     with pytest.raises(PlanError) as raised:
         ranks.open_data(torch.device("cuda"))
     return str(raised.value)
@@ -128,7 +129,7 @@ def _timeouts(rank: int, world_size: int) -> list[float]:
         assert runtime.group.journal.watch.store.underlying_store is not torch_private.default_store()
         assert runtime.notes == [], runtime.notes
         for timeout, backend in ((None, "nccl"), (timedelta(minutes=3), "cpu:gloo,cuda:nccl")):
-            ranks = Group(dist.new_group([0, 1], timeout=timeout, backend=backend))
+            ranks = Group(dist.new_group([0, 1], timeout=timeout, backend=backend), RANKS)
             ranks.open_data(torch.device("cuda"))
             ranks.set_plan(runtime.plan)
             timeouts.append(ranks.journal.timeout)

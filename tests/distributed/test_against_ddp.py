@@ -15,6 +15,7 @@ from oracle import worst
 from tiers import FULL
 from training_runs import Run, against_ddp, ddp_weights, sgd, zc_weights
 
+from zc.features import RANKS
 from zc.ranks.group import Group
 
 TOLERANCE = 2e-5
@@ -90,7 +91,7 @@ def test_clipping_and_momentum() -> None:
 
 
 def _two_devices(rank: int, world_size: int) -> list[float]:
-    group = Group(None)
+    group = Group(None, RANKS)
     group.open_data(torch.device("cpu"))
     group.data = "takes a GPU's tensors only, as NCCL does"  # type: ignore[assignment]
     table = torch.full((3,), float(rank + 1))

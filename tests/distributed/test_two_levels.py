@@ -18,6 +18,7 @@ from training_runs import Run, ddp_reference, environment, message_of, zc_weight
 
 import zc
 from zc.planning.layout import flat_layout
+from zc.ranks.by_memory import Offers
 from zc.ranks.journal import GATHER, REDUCE
 from zc.registry import sharded
 
@@ -206,7 +207,7 @@ def _in_other_orders(rank: int, world_size: int) -> Tensor:
         group.levels.host.all_gather(torch.empty(8), mine, GATHER, 0).wait()
 
     def reduce() -> None:
-        with group.offering(REDUCE, 0, mine):
+        with Offers(group).offering(REDUCE, 0, mine):
             pass
 
     for exchange in (gather, reduce) if rank < 2 else (reduce, gather):

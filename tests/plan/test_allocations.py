@@ -10,11 +10,13 @@ import torch
 
 from zc.config import Config
 from zc.engine.buffers import Buffers
+from zc.engine.host_memory import HostMemory
 from zc.errors import PlanError
 from zc.plan_checks import check_plan
 from zc.planning.allocations import KINDS, most_nbytes, nbytes_of
 from zc.planning.layout import Rule
 from zc.planning.nbytes import resident
+from zc.planning.ownership import assign_owners
 from zc.planning.packing import ParamSpec, make_plan
 from zc.planning.plan import Plan
 from zc.planning.topology import Topology, flat
@@ -40,7 +42,8 @@ def plans() -> dict[str, Plan]:
         specs = [ParamSpec(name, shape, dtype, CPU, int(whole and name == "b")) for name, shape in SHAPES.items()]
         rules = [Rule(whole=True), Rule()] if whole else [Rule()]
         try:
-            plan = make_plan(specs, config, places[place], rules=rules)
+            owners = assign_owners(specs, rules, WORLD)
+            plan = make_plan(specs, config, places[place], rules=rules, owners=owners)
             check_plan(plan)
         except PlanError:
             continue  # zc.compile refuses it
@@ -53,7 +56,7 @@ PLANS = plans()
 
 def allocated(plan: Plan, rank: int) -> int:
     """Bytes of all storages, each once, while there are gradients."""
-    buffers = Buffers(plan, rank)
+    buffers = Buffers(plan, rank, HostMemory(CPU))
     for bucket in plan.with_weights:
         buffers.add(bucket)
     buffers.add_staging()

@@ -14,7 +14,7 @@ from bench.cases.models import GPTConfig, make_model
 from zc.config import Config
 from zc.planning.layout import Rule
 from zc.planning.nbytes import resident, sent
-from zc.planning.ownership import COSTS, ROOM, assign, elements, newton_schulz
+from zc.planning.ownership import COSTS, ROOM, assign, assign_owners, elements, newton_schulz
 from zc.planning.packing import ParamSpec, make_plan
 from zc.planning.plan import Plan
 from zc.planning.topology import flat
@@ -38,7 +38,8 @@ ALL, MATRICES = llama(by_kind=False), llama(by_kind=True)
 
 
 def planned(specs: list[ParamSpec], rules: list[Rule], world_size: int, stage: int = 2) -> Plan:
-    return make_plan(specs, Config(stage=stage), flat(world_size), rules=rules)
+    owners = assign_owners(specs, rules, world_size)
+    return make_plan(specs, Config(stage=stage), flat(world_size), rules=rules, owners=owners)
 
 
 def owned(plan: Plan) -> dict[int, int]:
@@ -145,7 +146,8 @@ def test_what_ranks_have_already_counts() -> None:
 def test_neighbours_of_one_shape_go_to_different_ranks() -> None:
     """Each rank's run is then about as long as its shard, and little of a bucket's gradients moves twice."""
     specs = [ParamSpec(f"layer{k}", (512, 512), torch.float32, torch.device("cpu")) for k in range(16)]
-    plan = make_plan(specs, Config(bucket_nbytes=4 * 512 * 512 * 4), flat(2), rules=[MUON])
+    owners = assign_owners(specs, [MUON], 2)
+    plan = make_plan(specs, Config(bucket_nbytes=4 * 512 * 512 * 4), flat(2), rules=[MUON], owners=owners)
     for bucket in plan.buckets:
         assert bucket.layout.of_run(0) == [(0, *bucket.layout.shard_range(0))]
 

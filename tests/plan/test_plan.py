@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from zc.config import Config
 from zc.planning.layout import Rule
+from zc.planning.ownership import assign_owners
 from zc.planning.packing import ParamSpec, make_plan
 from zc.planning.placement import PLACEMENTS
 from zc.planning.plan import Plan
@@ -38,7 +39,9 @@ def plan_of(
     **options: Any,
 ) -> Plan:
     config = Config(bucket_nbytes=bucket_nbytes, **options)
-    return make_plan(specs, config, topology or flat(world_size), rules=rules or [Rule()])
+    topology, rules = topology or flat(world_size), rules or [Rule()]
+    owners = assign_owners(specs, rules, topology.world_size)
+    return make_plan(specs, config, topology, rules=rules, owners=owners)
 
 
 specs_of = st.lists(
@@ -200,13 +203,15 @@ _PRINT_PLAN = """
 import torch
 from zc.config import Config
 from zc.planning.layout import Rule
+from zc.planning.ownership import assign_owners
 from zc.planning.packing import ParamSpec, make_plan
 from zc.planning.topology import flat
 
 dtypes = [torch.float32, torch.bfloat16]
 specs = [ParamSpec(f"layer{k}.weight", (k % 5, 7), dtypes[k % 2], torch.device("cpu")) for k in range(40)]
 for rule in (Rule(), Rule(whole=True)):
-    plan = make_plan(specs, Config(bucket_nbytes=300), flat(3), rules=[rule])
+    owners = assign_owners(specs, [rule], 3)
+    plan = make_plan(specs, Config(bucket_nbytes=300), flat(3), rules=[rule], owners=owners)
     print(repr(plan)); print(plan)
 """
 

@@ -31,7 +31,7 @@ NARROW = (
 def train(out: str, layers: int) -> None:
     """One rank: trains one step, and writes what it cost into the folder ``out``."""
     from bench import train as trainer
-    from zc.compiler import graphs
+    from zc.compiler import blocks, graphs
     from zc.engine import program
     from zc.passes.runner import run_passes
 
@@ -54,8 +54,8 @@ def train(out: str, layers: int) -> None:
 
     program.run_passes = timed(run_timed_passes, "all passes")
     graphs.verify.verify = timed(graphs.verify.verify, "all proofs")
-    graphs.rebased = timed(graphs.rebased, "rebased")
-    graphs.shifts = timed(graphs.shifts, "shifts")
+    blocks.rebased = timed(blocks.rebased, "rebased")
+    blocks.shifts = timed(blocks.shifts, "shifts")
 
     trainer.main([*NARROW.split(), "--layers", str(layers), "--out", out])
     assert calls["all proofs"] >= calls["verify"] > 0, "these names are called where they were replaced"

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 from zc.ranks import neighbours
+from zc.ranks.by_memory import Offers
 from zc.ranks.group import Group
 from zc.ranks.journal import GATHER, REDUCE
 
@@ -76,20 +77,22 @@ Exchange = Callable[[Group, torch.Tensor, torch.Tensor], None]
 
 
 def reduce(group: Group, buffer: torch.Tensor, out: torch.Tensor) -> None:
-    """As `zc.engine.operations.reduce_rows`. ``out`` [ranks, n] <- this rank's part of all buffers."""
-    num_ranks = len(group.neighbours.ranks)
+    """As `zc.ranks.by_memory.Memory.reduce`. ``out`` [ranks, n] <- this rank's part of all buffers."""
+    num_ranks = len(Offers(group).neighbours.ranks)
     start = group.rank * NUMEL // num_ranks
-    with group.offering(REDUCE, 0, buffer) as places:
-        group.neighbours.rows(
+    offers = Offers(group)
+    with offers.offering(REDUCE, 0, buffer) as places:
+        offers.neighbours.rows(
             buffer, start, start + NUMEL // num_ranks, places, lambda rows, a, b: out[:, a:b].copy_(rows)
         )
 
 
 def gather(group: Group, buffer: torch.Tensor, out: torch.Tensor) -> None:
-    """As `zc.engine.weight_operations.gather`."""
-    with group.offering(GATHER, 0, buffer) as places:
+    """As `zc.ranks.by_memory.Memory.gather`."""
+    offers = Offers(group)
+    with offers.offering(GATHER, 0, buffer) as places:
         for peer, place in places.items():
-            group.neighbours.read(out[peer], peer, place)
+            offers.neighbours.read(out[peer], peer, place)
 
 
 def whole(group: Group, buffer: torch.Tensor, out: torch.Tensor) -> None:

@@ -18,6 +18,7 @@ from zc.offload.host_step import step_graph
 from zc.passes import insert_events, offload_gradients, place_on_streams, reduce_buckets, window_weights
 from zc.passes.debt import Debt
 from zc.planning.layout import Rule
+from zc.planning.ownership import assign_owners
 from zc.planning.packing import ParamSpec, make_plan
 from zc.planning.plan import Plan
 from zc.planning.topology import Topology, flat
@@ -53,7 +54,9 @@ def make(
         offload=offload and "cpu", offload_accumulate=offload or "cpu",
     )  # fmt: skip
     topology = Topology(num_hosts, world_size // num_hosts, reads) if reads or num_hosts > 1 else flat(world_size)
-    return make_plan(specs, config, topology, num_replicas=num_replicas, rules=(Rule(whole=is_owned),))
+    rules = (Rule(whole=is_owned),)
+    owners = assign_owners(specs, rules, world_size)
+    return make_plan(specs, config, topology, num_replicas=num_replicas, rules=rules, owners=owners)
 
 
 def by_messages(num_buckets: int, *, overlap: bool = True, **options: Any) -> Plan:

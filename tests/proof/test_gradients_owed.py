@@ -28,6 +28,7 @@ from zc.passes.pipeline import pipeline
 from zc.passes.runner import run_passes
 from zc.passes.verify import examine, verify
 from zc.planning.hops import Into
+from zc.planning.wire import Wire
 from zc.schedule.buffer import MAIN
 from zc.schedule.nodes import change, op_of, put, steps
 from zc.schedule.spec import AccumulateCast, Deposit, FlattenCast
@@ -148,7 +149,7 @@ def test_between_hosts_nothing_encoded_can_be_lost(stage: int, overlap_gather: b
     """Two levels: what a host has summed is encoded, and weights are read inside a host after their difference is
     added."""
     plan = make(3, stage=stage, world_size=4, reads=True, num_hosts=2, in_8_bits=True, overlap_gather=overlap_gather)
-    assert plan.reduce_bits == 8 and plan.gather_bits == 4 and plan.topology.has_levels
+    assert (plan.reduce_encoding, plan.gather_encoding) == (Wire(8), Wire(4)) and plan.topology.has_levels
     total = 0
     for graph in (schedule("mlp", plan), placed(plan, gather_graph(plan, range(3)))):
         assert not examine(graph, plan), examine(graph, plan)

@@ -16,9 +16,9 @@ from torch import fx
 from weights_machine import Setting
 
 from zc.config import Config
+from zc.passes.pipeline import examine, verify
 from zc.passes.runner import run_passes
 from zc.passes.scheduling import scheduling
-from zc.passes.verify import examine, verify
 from zc.passes.weights_schedule import PREFIX, weights_graph
 from zc.planning.hops import reads_shards
 from zc.planning.packing import ParamSpec, make_plan
@@ -72,7 +72,7 @@ def test_intact_passes_are_proved_and_right(seed: int) -> None:
     assert verdict.redundant == 0 and len(load(graph)) == len(setting.uses) + 1
     assert weights_machine.fault_of(graph, setting, 200 if FULL else 5, every_cut=FULL) is None
     encodes = {op.scratch is not None for _, op in ops(graph) if isinstance(op, Gather)}
-    assert encodes <= {plan.gather_bits > 0}
+    assert encodes <= {plan.gather_encoding is not None}
 
 
 def test_some_passes_gather_encoded_weights() -> None:

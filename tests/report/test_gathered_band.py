@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from zc.config import Config
 from zc.engine.binding import Operations
 from zc.engine.clock import ClockedStep, Span
 from zc.engine.program import Program, build
+from zc.passes.pipeline import PARTS
 from zc.passes.scheduling import scheduling
 from zc.passes.weights_schedule import PREFIX, weights_graph
 from zc.planning.packing import ParamSpec, make_plan
@@ -35,7 +37,8 @@ def plan_of(sizes: tuple[int, ...], cap: int) -> Plan:
 
 def planned(plan: Plan, uses: Uses, name: str = "weights_0") -> Program:
     residency = plan_residency(uses, {bucket.index: bucket.nbytes for bucket in plan.buckets}, plan.weight_cap)
-    passes, nothing = scheduling(prove=True, prefix=PREFIX), Operations(object())  # type: ignore[arg-type]
+    nothing = Operations(SimpleNamespace(operations={}))  # type: ignore[arg-type]
+    passes = scheduling(prove=True, prefix=PREFIX, parts=PARTS)
     return build(weights_graph(plan, residency), plan, passes, nothing, name=name)
 
 

@@ -22,13 +22,13 @@ from zc.checking.report import KINDS, Finding, Report
 from zc.checking.values import Randomness, digest, packed, unpacked
 from zc.checks import check_initialized, check_module, is_on_cpu, left_to_ranks
 from zc.config import OPTIONS, Config, check_count
-from zc.errors import PlanError, ZcError
+from zc.errors import PlanError, ZcError, megabytes
+from zc.features import RANKS
 from zc.log import tell
 from zc.prepare import fingerprint, resolve
 from zc.ranks.group import Group
 from zc.ranks.mesh import ranks_of
 from zc.registry import COMPILED
-from zc.report.summary import megabytes
 
 WITHOUT_REFERENCE = ("rank-dependent", "not-finite", "other-optimizer")
 NOTES = ("not-joined", "sum-of-losses", "own-buffers", "not-compared")
@@ -83,7 +83,7 @@ def check(
     if unknown := sorted(options.keys() - OPTIONS - {"device", "group", "mesh"}):
         raise TypeError(f"zc.check takes the options of zc.compile, and {', '.join(unknown)} is none of them")
     group, mesh = options.get("group"), options.get("mesh")
-    ranks = ranks_of(mesh, group, reads_memory=is_on_cpu(model, None))
+    ranks = ranks_of(mesh, group, RANKS, reads_memory=is_on_cpu(model, None))
     try:
         with ranks.refuse_together():
             loop, own = _accept(

@@ -8,9 +8,8 @@ import torch
 from torch import nn
 
 from zc.devices import free_nbytes
-from zc.errors import PlanError
+from zc.errors import PlanError, megabytes
 from zc.machine import available_nbytes, ranks_on_this_host
-from zc.report.summary import megabytes
 
 # Each in weights of fp32, by the tensors that were alive at one time (10 linear layers, AdamW; tests/check).
 RUNNING = 8  # a model to try things on, one that trains, its narrow copy, two states, gradients of a rank and of all

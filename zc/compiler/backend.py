@@ -18,8 +18,7 @@ from torch import fx
 
 from zc import torch_private
 from zc.compiler.backward import CompiledBackward
-from zc.compiler.blocks import Block, Blocks
-from zc.compiler.graphs import CompiledForward, Hook, Origin, Traced, as_traced, keep_from_writes
+from zc.compiler.graphs import Block, CompiledForward, Hook, Origin, Traced, as_traced, keep_from_writes
 from zc.compiler.segments import interpret
 from zc.engine import param_grads
 from zc.errors import ZcError
@@ -33,9 +32,12 @@ if TYPE_CHECKING:
 MAX_SHARED = 6  # graphs of one kind of block, for other sizes or flags: further ones belong to one block each
 
 
-def make_backend(runtime: Runtime, blocks: Blocks | None = None) -> Callable[..., Any]:
-    """A backend for ``torch.compile`` whose backward graphs reduce gradients as ``runtime``'s plan says. With
-    ``blocks`` it compiles those of one kind, and one graph runs for all of them.
+FindBlock = Callable[[Sequence[str | None]], Block | None]  # by the parameters that a graph gets; None: of no block
+
+
+def make_backend(runtime: Runtime, find_block: FindBlock = lambda _: None) -> Callable[..., Any]:
+    """A backend for ``torch.compile`` whose backward graphs reduce gradients as ``runtime``'s plan says. Where
+    ``find_block`` finds one, it compiles blocks of one kind, and one graph runs for all of them.
 
     Lifetime: the backend and everything that it compiles hold the runtime weakly, and own no program. Dynamo keeps
     compiled graphs by code object, in C, out of sight of Python's collector, so anything they own would outlive the
@@ -57,7 +59,7 @@ def make_backend(runtime: Runtime, blocks: Blocks | None = None) -> Callable[...
         names = [name_of.get(id(value)) for value in inputs]
         runtime.weights.note_graph(names)
         nonlocal num_shared
-        block = _one_block(blocks, names) if blocks is not None and num_shared < MAX_SHARED else None
+        block = find_block(names) if num_shared < MAX_SHARED else None
         num_shared += block is not None
         torch_private.guard_identity(gm, [None if block is not None and block.path(n) else n for n in names])
         origin = Origin(runtime, names, block, partial(torch_private.guard_identity, gm, names))
@@ -83,12 +85,6 @@ def _kind_of_forward(runtime: Runtime) -> str:
     if runtime.plan.sharded:
         return "windows"
     return "cut" if runtime.plan.overlap_gather and not runtime.plan.kinds else "whole"
-
-
-def _one_block(blocks: Blocks, names: Sequence[str | None]) -> Block | None:
-    """The block whose parameters are among ``names``; None: there are none, or of several blocks."""
-    parts = {parts[0] for name in names if (parts := blocks.split(name)) is not None}
-    return Block(blocks, parts.pop()) if len(parts) == 1 else None
 
 
 def _inner_compiler(hook: Hook) -> Callable[..., Any]:

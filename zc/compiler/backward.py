@@ -82,7 +82,7 @@ class CompiledBackward(CompiledGraph):
             for node in graph.find_nodes(op="placeholder"):
                 node.meta["donated"] = False
         plan = runtime.plan if variant.reduces else runtime.plan.microbatch()
-        return self._run_passes(graph, plan, runtime.pipelines.backward)
+        return self._run_passes(graph, plan, runtime.features.pipelines.backward)
 
 
 def _grad_of(graph: fx.Graph, origin: Origin) -> tuple[str | None, ...]:

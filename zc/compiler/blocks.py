@@ -15,13 +15,15 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from zc import torch_private
 from zc.engine.names import BlockPlaces, Places
 from zc.planning.kinds import BlockKind, block_of, split_name
+from zc.schedule.rebase import rebased, shifts
 
 if TYPE_CHECKING:
+    from zc.engine.program import Program
     from zc.engine.runtime import Runtime
     from zc.planning.plan import Plan
 
@@ -62,10 +64,15 @@ class Blocks:
         kind, position = self.positions[member]
         return len(self.kinds[kind].members) - 1 - position
 
+    def find_block(self, names: Sequence[str | None]) -> Block | None:
+        """The block whose parameters are among ``names``; None: there are none, or of several blocks."""
+        members = {parts[0] for name in names if (parts := self.split(name)) is not None}
+        return Block(self, members.pop()) if len(members) == 1 else None
+
 
 @dataclass(frozen=True)
 class Block:
-    """One block of a compiled model."""
+    """One block of a compiled model: a `zc.compiler.graphs.Block`."""
 
     blocks: Blocks
     name: str
@@ -85,6 +92,18 @@ class Block:
         """The name in ``member`` of a parameter of this block; any other name as it is."""
         path = self.path(name)
         return name if path is None else f"{member}.{path}"
+
+    def member_of(self, params: Sequence[object]) -> str | None:
+        return self.blocks.member_of(params)
+
+    def moved(self, template: Program, source: str, member: str, names: Sequence[str]) -> fx.Graph | None:
+        """The schedule of member ``source``, moved to ``member`` (`zc.schedule.rebase`)."""
+        renamed = {self.in_block(name, source): self.in_block(name, member) for name in names}
+        moves = shifts(template.plan, renamed)
+        if moves is None:
+            return None
+        turn = self.blocks.num_after(member) * template.num_writes  # buckets that pass through the ring before
+        return rebased(template.graph, template.plan, renamed, moves, turn)
 
 
 Context = Callable[[Places], contextlib.AbstractContextManager[None]]

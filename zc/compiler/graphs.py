@@ -6,14 +6,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from weakref import WeakValueDictionary
 
 import torch
 from torch import fx
 
 from zc import torch_private
-from zc.compiler.blocks import Block
 from zc.compiler.segments import compile_segment
 from zc.engine.program import Program, build
 from zc.errors import PassError, ZcError
@@ -21,7 +20,6 @@ from zc.passes import verify
 from zc.passes.base import Pass, copy_graph, returned_by
 from zc.planning.plan import Plan
 from zc.schedule import codegen
-from zc.schedule.rebase import rebased, shifts
 
 if TYPE_CHECKING:
     from zc.engine.runtime import Runtime
@@ -60,6 +58,27 @@ def as_traced(gm: fx.GraphModule, example_inputs: Sequence[Any], kwargs: dict[st
     return Traced(gm, kwargs, tuple(torch_private.written_inputs()), tuple(torch_private.returned_inputs()))
 
 
+class Block(Protocol):
+    """The block of the model that a graph was traced for, where one graph runs for all blocks of a kind
+    (`zc.compiler.blocks`). A *member* is the name of such a block."""
+
+    @property
+    def name(self) -> str: ...
+
+    def path(self, name: str | None) -> str | None:
+        """A parameter's name in this block; None: it is not of this block."""
+
+    def in_block(self, name: str, member: str) -> str:
+        """The name in ``member`` of a parameter of this block; any other name as it is."""
+
+    def member_of(self, params: Sequence[object]) -> str | None:
+        """The one member that has these parameters; None: none has, or several have."""
+
+    def moved(self, template: Program, source: str, member: str, names: Sequence[str]) -> fx.Graph | None:
+        """The schedule of member ``source``, moved to ``member``. ``names``: the parameters that it names, as in this
+        block. None: their places differ by more than a shift."""
+
+
 @dataclass
 class Origin:
     """The graph of Dynamo's that AOTAutograd has made a forward and a backward of. ``names``: of the parameters among
@@ -91,8 +110,8 @@ class CompiledGraph(ABC):
     gets that schedule, moved to its own buckets and proved again there. ``weights``: the parameters whose reads the
     schedule knows.
 
-    The runtime owns the programs, in `owned`, since Dynamo keeps this object. A *member* is the name of a block of one
-    kind (`zc.planning.blocks`). A *variant* is what the programs of one member differ in.
+    The runtime owns the programs, in `owned`, since Dynamo keeps this object. A *variant* is what the programs of one
+    member differ in.
     """
 
     def __init__(self, origin: Origin, traced: Traced, weights: Collection[str]) -> None:
@@ -129,7 +148,7 @@ class CompiledGraph(ABC):
     def member_of(self, args: Sequence[Any]) -> str | None:
         """The member whose parameters are among ``args``; None: of none, or of several."""
         assert self.block is not None
-        return self.block.blocks.member_of([args[position] for position in self._own_inputs])
+        return self.block.member_of([args[position] for position in self._own_inputs])
 
     def num_variants(self, member: str | None) -> int:
         return sum(other == member for other, _ in self._programs)
@@ -168,15 +187,11 @@ class CompiledGraph(ABC):
         """The schedule of member ``source``, moved to ``member``, with the same compiled segments. None: the places of
         their parameters differ by more than a shift."""
         assert self.block is not None
-        in_block = self.block.in_block
-        names = {in_block(name, source): in_block(name, member) for name in self.params}
-        moves = shifts(template.plan, names)
-        if moves is None:
+        graph = self.block.moved(template, source, member, self.params)
+        if graph is None:
             return None
-        turn = self.block.blocks.num_after(member) * template.num_writes  # buckets that pass through the ring before
-        graph = rebased(template.graph, template.plan, names, moves, turn)
         if any(record.name == verify.PASS.name for record in template.records):
-            verify.verify(graph, template.plan)
+            verify.verify(graph, template.plan, self.runtime.features.pipelines.parts)
         name, pieces = f"{template.name} of {member}", codegen.load(graph)
         operations, records = template.operations, template.records
         return Program(name, graph, template.plan, pieces, operations, records, block=member, like=template)
@@ -226,7 +241,7 @@ class CompiledForward(CompiledGraph):
         return self.runtime.forwards
 
     def build(self, member: str | None, variant: None) -> Program:
-        return self._run_passes(self._copy_for(member), self.runtime.plan, self.runtime.pipelines.forward)
+        return self._run_passes(self._copy_for(member), self.runtime.plan, self.runtime.features.pipelines.forward)
 
 
 def keep_from_writes(traced: Traced) -> Traced:

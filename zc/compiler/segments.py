@@ -12,7 +12,7 @@ from zc import torch_private
 from zc.log import log
 
 if TYPE_CHECKING:
-    from zc.compiler.blocks import Block
+    from zc.compiler.graphs import Block
     from zc.engine.core import Core
     from zc.engine.program import Segment
 

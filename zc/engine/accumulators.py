@@ -22,8 +22,8 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     from zc.planning.plan import Bucket, Plan
     from zc.ranks.group import Group
     from zc.ranks.routes import Routes
+    from zc.schedule.spec import Op
+
+Function = Callable[..., Any]  # of an `Accumulators` and the arguments of a node
 
 
 class Acc(enum.Enum):
@@ -51,8 +54,11 @@ class Accumulators:
     autograd's during a backward, the caller's otherwise.
     """
 
-    def __init__(self, buffers: Buffers, group: Group, routes: Routes) -> None:
-        self.buffers, plan = buffers, buffers.plan
+    def __init__(
+        self, buffers: Buffers, group: Group, routes: Routes, operations: Mapping[type[Op], Function] = {}
+    ) -> None:
+        """``operations``: the functions of those kinds of nodes that `zc.engine.operations` does not have."""
+        self.buffers, self.operations, plan = buffers, operations, buffers.plan
         # the ranks that share one whole, each with its shard
         self.sharers = group.shard
         # The streams of communication use these; the issuing thread does when it has joined them.
@@ -125,13 +131,14 @@ class Accumulators:
         self.nbytes_moved[way] += out.nbytes
 
     def open_shards(self) -> None:
-        """Other ranks may read this rank's shards of the weights (`zc.ranks.routes.Shards`), until `close_shards`."""
+        """Other ranks may read this rank's shards of the weights until `close_shards`, where they do (`Way.SHARDS`)."""
         if self.routes.gathers_alone:
             self.routes.shards.open({index: self.buffers.weight_shard(index) for index in self.buffers.filled})
 
     def close_shards(self) -> None:
         """Returns when no rank reads a shard any more, so that all of them may be written."""
-        self.routes.shards.close()
+        if self.routes.gathers_alone:
+            self.routes.shards.close()
 
     def clear(self, buckets: Sequence[Bucket], *, set_to_none: bool) -> None:
         """zero_grad. With ``set_to_none`` False the gradients become zeros, which still count as gradients."""

@@ -39,11 +39,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from zc.engine import param_grads
-from zc.engine.ledger import Where
+from zc.engine.ledger import Waits, Where
 from zc.engine.token_counts import TokenCounts
 from zc.errors import ZcError
 from zc.planning.plan import Bucket, Plan
-from zc.ranks.announcement import BOUNDARY, END, Announcement, Waits, compare_pasts, plus, raise_sums_differ
+from zc.ranks.announcement import BOUNDARY, END, Announcement, compare_pasts, plus, raise_sums_differ
 
 if TYPE_CHECKING:
     from zc.engine.accumulators import Accumulators

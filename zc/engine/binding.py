@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from zc.engine.accumulators import Accumulators
-from zc.engine.operations import TABLE, Function, Grads, compute
+from zc.engine.accumulators import Accumulators, Function
+from zc.engine.operations import TABLE, Grads, compute
 from zc.schedule.nodes import TARGETS
 from zc.schedule.spec import BucketOp, FlattenCast, Op, Reduce, Role, Spans, Take, WgradInto
 
@@ -30,13 +30,14 @@ class MayReduce(Protocol):
 class Operations:
     """The object ``ops`` of generated code: one attribute for each kind of node, and `segment`.
 
-    ``overrides`` replace entries of the table; these functions take no accumulators.
+    ``overrides`` are further kinds, or replace those of the table; these functions take no accumulators.
     """
 
     def __init__(self, accs: Accumulators, overrides: Mapping[type[Op], Function] | None = None) -> None:
         self._accs = accs
         self.segments: dict[str, Segment] = {}  # by key; `zc.engine.program.build` compiles them
-        functions = {kind: MethodType(function, accs) for kind, function in TABLE.items()} | dict(overrides or {})
+        table = {**TABLE, **accs.operations}
+        functions = {kind: MethodType(function, accs) for kind, function in table.items()} | dict(overrides or {})
         for kind, function in functions.items():
             setattr(self, TARGETS[kind].__name__, function)
         self._of_one_bucket = [TARGETS[kind].__name__ for kind in functions if issubclass(kind, BucketOp)]

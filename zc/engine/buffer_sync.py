@@ -160,8 +160,7 @@ class BufferSync:
         if self._for_whom == _NOBODY or model is None or group.rank == 0:
             return
         if int(head[2]) != nbytes:
-            assert group.journal is not None, "there are several ranks"
-            raise group.journal.fail(
+            raise group.failure(
                 RankMismatchError,
                 f"rank 0's buffers have {int(head[2]):,} bytes, those of rank {group.rank} {nbytes:,}"
                 f"{self._changed(model)}: buffers must have the same shapes on all ranks before a forward, or call "
@@ -179,10 +178,10 @@ class BufferSync:
         rank_0_had_none = self._has_ended and self._for_whom == _WHO_HAS_TRAINED
         if bool(written) == rank_0_has_written or rank_0_had_none or (self._is_first and not written):
             return
-        assert runtime is not None and runtime.group.journal is not None, "there are several ranks"
+        assert runtime is not None, "the runtime calls this"
         rank = runtime.group.rank
         who, other = (f"rank {rank} has written {written}", 0) if written else ("rank 0 has written a buffer", rank)
-        raise runtime.group.journal.fail(
+        raise runtime.group.failure(
             RankMismatchError,
             f"{who} between two updates, and rank {other} has written none. {_TOGETHER}",
         )

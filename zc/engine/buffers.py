@@ -33,17 +33,28 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from functools import partial
-from typing import Final
+from typing import Final, Protocol
 
 import torch
 from torch import Tensor
 
-from zc.engine.host_memory import HostMemory
 from zc.engine.ring import Ring, empty, view
 from zc.planning.allocations import Allocation, Lifetime, has_own_master, in_order, nbytes_of, of_bucket, shared
 from zc.planning.layout import Slot
 from zc.planning.plan import FIRST_FROZEN, Bucket, Plan
 from zc.schedule.buffer import Buffer
+
+
+class PinnedMemory(Protocol):
+    """Host memory that the plan's device copies from and to (`zc.engine.host_memory`)."""
+
+    note: str | None  # why the memory is not as requested, if it is not
+
+    def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """[numel] of zeros."""
+
+    def unlock(self) -> None:
+        """Nothing copies any more: what was allocated may become ordinary memory."""
 
 
 class Buffers:
@@ -56,14 +67,15 @@ class Buffers:
     accumulate; the schedule's events keep the next user away until then. ``flat_param[b]`` never moves: it is the
     memory of its parameters, each with a storage of its own that keeps it alive.
 
-    A new object has no tensors; `add` and `add_staging` allocate those that live as long as the plan.
+    A new object has no tensors; `add` and `add_staging` allocate those that live as long as the plan. ``memory`` has
+    those that a plan with offload keeps on the host.
 
     Each tensor that an operation on a stream uses, and that outlives the call which makes it, lies in one of
     `all_tensors`. When a model is dropped, its streams may still use them, and these lists name all such memory.
     """
 
-    def __init__(self, plan: Plan, rank: int) -> None:
-        self.plan, self.rank = plan, rank
+    def __init__(self, plan: Plan, rank: int, memory: PinnedMemory | None = None) -> None:
+        self.plan, self.rank, self._memory = plan, rank, memory
         self.ring = Ring(plan)
         # All lists of tensors. A list stays the same object while its tensors come and go.
         self.all_tensors: Final[list[list[Tensor]]] = [*self.ring.tensors]
@@ -86,7 +98,6 @@ class Buffers:
         self.num_skipped: Final = self._new_list()  # [1], at most: the steps that a GradScaler has left out
         # cached views of a bucket's gradient; `free` drops them, since a view keeps the memory alive
         self.cuts: dict[int, dict[str, list[Tensor]]] = {}
-        self._memory = HostMemory(plan.buckets[0].device) if plan.offload is not None and plan.buckets else None
 
     def _new_list(self) -> list[Tensor]:
         self.all_tensors.append([])

@@ -10,11 +10,11 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor, fx, nn
 
-from zc.engine.accumulators import Accumulators
+from zc.engine.accumulators import Accumulators, Function
 from zc.engine.binding import Operations
 from zc.engine.buffers import Buffers
 from zc.engine.ledger import Ledger
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from zc.config import Config
-    from zc.engine.operations import Function
+    from zc.engine.features import Features
     from zc.engine.program import Segment
-    from zc.passes.base import Pass, Pipelines
+    from zc.passes.base import Pass
     from zc.schedule.spec import Op
 
 
@@ -67,6 +67,17 @@ class Listener:
         raise NotImplementedError
 
 
+class AtBoundary(Protocol):
+    """What else of this rank travels where all ranks meet before an update: the buffers of rank 0
+    (`zc.engine.buffer_sync`), which `zc.compile` hands over."""
+
+    def send_last(self) -> None:
+        """This rank is there, and has not waited for another one yet."""
+
+    def receive_all(self) -> None:
+        """All ranks are there."""
+
+
 class Core:
     """Made by `zc.compile`; `zc.recompile` gives its `buffers` a larger plan."""
 
@@ -77,7 +88,7 @@ class Core:
         group: Group,
         streams: Streams,
         params: dict[str, nn.Parameter],
-        pipelines: Pipelines,
+        features: Features,
     ) -> None:
         self.config, self.buffers, self.group, self.streams = config, buffers, group, streams
         # it refers to the tensors, so they live until the streams are recorded
@@ -91,9 +102,10 @@ class Core:
         # of the parameters that have a place; the model keeps it
         self.names: weakref.ref[Names] | None = None
         self.num_left = 0  # parameters that have left the plan: schedules of before name their slots
-        self.accumulators = Accumulators(buffers, group, Routes(self.plan, group, buffers.tables))
+        self.features = features
+        routes = Routes(self.plan, group, buffers.tables, features.routes)
+        self.accumulators = Accumulators(buffers, group, routes, features.operations)
         self.inductor_options = config.inductor_options
-        self.pipelines = pipelines
         self.programs: list[Program] = []  # of compiled backward graphs, for explain
         self.forwards: list[Program] = []  # of compiled forward graphs that are schedules
         # by canonical text: each with the check of the global state that it was compiled under
@@ -123,7 +135,8 @@ class Core:
     ) -> Program:
         """A program that has no segments, such as an update: its graph through ``passes``, and on streams.
         ``overrides``: functions in place of those of `zc.engine.operations`; ``prefix``: of the names of its events."""
-        stages = scheduling(*passes, prove=self.config.verify, prefix=prefix)
+        parts = self.features.pipelines.parts
+        stages = scheduling(*passes, prove=self.config.verify, prefix=prefix, parts=parts)
         return build(graph, plan, stages, self.operations(overrides), name=name, dump_dir=self.config.dump_dir)
 
     @property

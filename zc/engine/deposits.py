@@ -11,7 +11,7 @@ passes make them when they are first needed, and verify proves them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -21,7 +21,7 @@ from torch import Tensor, fx
 from zc.engine.binding import Operations
 from zc.engine.program import Program, build
 from zc.engine.streams import Streams
-from zc.passes import offload_gradients, reduce_buckets
+from zc.passes import reduce_buckets
 from zc.passes.base import Pass
 from zc.passes.debt import Debt
 from zc.planning.plan import Bucket, Plan
@@ -32,6 +32,9 @@ from zc.schedule.spec import AccumulateCast
 if TYPE_CHECKING:
     from zc.engine.accumulators import Accumulators
     from zc.engine.binding import MayReduce
+
+
+MakeGraph = Callable[[Plan, int], fx.Graph]  # for the bucket of that number
 
 
 class _Deposit(NamedTuple):
@@ -48,9 +51,15 @@ class Deposits:
     """
 
     def __init__(
-        self, streams: Streams, passes: Sequence[Pass], accs: Accumulators, dump_dir: str | Path | None = None
+        self,
+        streams: Streams,
+        passes: Sequence[Pass],
+        accs: Accumulators,
+        dump_dir: str | Path | None = None,
+        landing: MakeGraph | None = None,
     ) -> None:
         self.streams, self._passes, self._accs, self._dump_dir = streams, passes, accs, dump_dir
+        self._graphs = GRAPHS if landing is None else {**GRAPHS, "land": landing}
         self._deposits: dict[int, dict[int, _Deposit]] = {}  # by bucket and slot
         self._programs: dict[tuple[str, int, bool], Program] = {}
         self.reduced: set[int] = set()  # buckets that this backward has reduced, compiled graphs included
@@ -135,11 +144,11 @@ class Deposits:
         self._program("land", plan, index)([], self.streams)
 
     def _program(self, kind: str, plan: Plan, index: int, *, is_boundary: bool = True) -> Program:
-        """The schedule. ``kind``: one of `GRAPHS`."""
+        """The schedule. ``kind``: one of `GRAPHS`, or with offload "land"."""
         key = (kind, index, is_boundary)
         if key not in self._programs:
             plan = plan if is_boundary else plan.microbatch()
-            graph = GRAPHS[kind](plan, index)
+            graph = self._graphs[kind](plan, index)
             passes = [p for p in self._passes if p.name != "outline_segments"]
             if kind != "flush":
                 passes = [p for p in passes if p.name not in ("bucket_gradients", "reduce_buckets")]
@@ -170,13 +179,4 @@ def _reduction_only(plan: Plan, index: int) -> fx.Graph:
     return graph
 
 
-def _landing_only(plan: Plan, index: int) -> fx.Graph:
-    """The copy of a reduced gradient to host memory."""
-    graph = fx.Graph()
-    last = graph.output(())
-    last.meta["debt"] = Debt(totals=frozenset({index}))
-    offload_gradients.insert_landing(graph, plan, last.prev, index, index)
-    return graph
-
-
-GRAPHS = {"flush": _gradients, "reduce": _reduction_only, "land": _landing_only}
+GRAPHS: dict[str, MakeGraph] = {"flush": _gradients, "reduce": _reduction_only}

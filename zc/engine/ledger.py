@@ -16,9 +16,9 @@ from zc.planning.plan import Bucket
 
 if TYPE_CHECKING:
     from zc.engine.program import Program
-    from zc.ranks.announcement import Waits
 
 Where = tuple[int, int]  # bucket, slot
+Waits = dict[str, list[float]]  # at which point of a step -> seconds of each wait
 
 
 @dataclass

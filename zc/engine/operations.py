@@ -1,4 +1,5 @@
-"""The function of each kind of node, in one table. `zc.schedule.spec` says what the kinds mean.
+"""The function of each kind of node, in one table. `zc.schedule.spec` says what the kinds mean. A feature with kinds of
+its own brings their functions (`zc.engine.features`).
 
 Each function runs on the stream of its node, in the order of the schedule, which alone decides what runs when.
 ``accs`` is this rank's state, ``bucket`` a number, and ``record`` the plan's `Bucket` of that number.
@@ -7,14 +8,11 @@ Each function runs on the stream of its node, in the order of the schedule, whic
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from torch import Tensor
 
-from zc.engine import owners
-from zc.engine import weight_operations as weights
-from zc.engine.accumulators import Acc, Accumulators
+from zc.engine.accumulators import Acc, Accumulators, Function
 from zc.engine.memory_order import in_order
 from zc.kernels import accumulate_cast as add_cast
 from zc.kernels import flatten_cast as overwrite
@@ -25,7 +23,6 @@ from zc.schedule import spec
 from zc.schedule.spec import Op, Spans
 
 Grads = Sequence[Tensor | None]
-Function = Callable[..., Any]
 
 # --- gradients are written ---
 
@@ -183,12 +180,42 @@ def copy_to_device(accs: Accumulators, bucket: int, dst: str, src: str) -> None:
         accs.nbytes_moved["to_device"] += accs.move_aside(bucket, accs.buffers.shard(tensor, record)).nbytes
 
 
+# --- weights ---
+
+
+def gather(
+    accs: Accumulators,
+    bucket: int,
+    dst: str,
+    src: str | None = None,
+    extent: tuple[int, int] | None = None,
+    scratch: str | None = None,
+) -> None:
+    buffers, record = accs.buffers, accs.plan.bucket(bucket)
+    log.debug("bucket %d: its weights are gathered", bucket)
+    room = None if scratch is None else buffers.raw(scratch)
+    if src is not None:  # stage 3
+        whole = buffers.gathered(dst, record, 0 if extent is None else extent[0])
+        accs.routes.gather(record, whole, buffers.weight_shard(bucket), room)
+        return
+    flat = buffers.flat_param[bucket]
+    if room is None:
+        accs.routes.gather(record, flat, buffers.shard(flat, record))
+        return
+    masters, own = buffers.master_shard[bucket].detach(), buffers.owned(flat, record)
+    accs.routes.gather(record, flat, masters, room, base=own)
+    buffers.remember_shard(record)
+
+
+def publish(accs: Accumulators, bucket: int, buffer: str) -> None:
+    """Nothing to do: the node stands for the main stream's right to read, and its waits give it that."""
+    log.debug("bucket %d: its new weights may be read", bucket)
+
+
 TABLE: dict[type[Op], Function] = {
     spec.FlattenCast: flatten_cast, spec.AccumulateCast: accumulate_cast, spec.WgradInto: wgrad_into,
     spec.Deposit: deposit,
     spec.Reduce: reduce, spec.Take: take, spec.Finish: finish,
     spec.StageShard: stage_shard, spec.CopyToHost: copy_to_host, spec.CopyToDevice: copy_to_device,
-    spec.Spread: owners.spread, spec.Gather: weights.gather, spec.Publish: weights.publish,
-    spec.TakeWeights: weights.take_weights,
-    spec.ReadWeights: weights.read_weights, spec.FreeWeights: weights.free_weights,
+    spec.Gather: gather, spec.Publish: publish,
 }  # fmt: skip

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from zc.ranks.journal import FROM_OWNERS, TO_OWNERS
+from zc.schedule.spec import Op, Spread
 
 if TYPE_CHECKING:
-    from zc.engine.accumulators import Accumulators
+    from zc.engine.accumulators import Accumulators, Function
     from zc.engine.buffers import Buffers
     from zc.planning.plan import Bucket, Plan
     from zc.ranks.group import Group
@@ -69,3 +70,6 @@ def spread_run(shard: Tensor, run: Tensor, group: Group, bucket: Bucket) -> None
 def _pieces(flat: Tensor, first: int, pieces: Sequence[tuple[int, int, int]]) -> list[tuple[int, Tensor]]:
     """(rank, view) for elements [start, stop) of a bucket. ``flat`` begins at the bucket's element ``first``."""
     return [(rank, flat[start - first : stop - first]) for rank, start, stop in pieces]
+
+
+OPERATIONS: dict[type[Op], Function] = {Spread: spread}

@@ -15,7 +15,7 @@ updates this rank's shard, then calls `after_update`.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -27,9 +27,8 @@ from zc.engine import param_grads
 from zc.engine.accumulators import Acc
 from zc.engine.announcements import Announcements
 from zc.engine.backwards import Backwards, drop_failed
-from zc.engine.buffer_sync import BufferSync
 from zc.engine.buffers import Buffers
-from zc.engine.core import Core, Listener
+from zc.engine.core import AtBoundary, Core, Listener
 from zc.engine.deposits import Deposits
 from zc.engine.ledger import Where
 from zc.engine.part import weakly
@@ -42,10 +41,9 @@ from zc.ranks.group import Group
 
 if TYPE_CHECKING:
     from zc.config import Config
+    from zc.engine.features import Features
     from zc.engine.names import BlockPlaces
-    from zc.passes.base import Pipelines
     from zc.ranks.journal import Journal
-    from zc.weights.weights import Weights
 
 
 class Phase(enum.Enum):
@@ -82,23 +80,23 @@ class Runtime(Core):
         group: Group,
         streams: Streams,
         params: dict[str, nn.Parameter],
-        pipelines: Pipelines,
-        make_weights: Callable[[Core], Weights],
+        features: Features,
     ) -> None:
-        super().__init__(config, buffers, group, streams, params, pipelines)
+        super().__init__(config, buffers, group, streams, params, features)
         self.accumulators.on_deposit = self._deposit
         self.announcements = Announcements(self.accumulators, group)
         on_device = any(bucket.device.type != "cpu" for bucket in self.plan.buckets)
         self.backwards = Backwards(weakly(self._drop_failed), drops_late=on_device)
-        self.deposits = Deposits(streams, pipelines.backward, self.accumulators, config.dump_dir)
+        passes = features.pipelines
+        self.deposits = Deposits(streams, passes.backward, self.accumulators, config.dump_dir, passes.landing)
         group.set_plan(self.plan)
         if group.journal is not None:
             self._watch_ranks(group.journal)
-        self.weights = make_weights(self)  # how they reach those who read them
+        self.weights = features.make_weights(self)  # how they reach those who read them
         self.outside_blocks: frozenset[str] = frozenset()  # matrices that no block reads
         self.block_places: list[BlockPlaces] = []  # of what is compiled by itself
         self.listener = Listener()  # the optimizers
-        self.buffer_sync: BufferSync | None = None  # None: each rank keeps its own buffers
+        self.buffer_sync: AtBoundary | None = None  # None: each rank keeps its own buffers
         self.hooks: list[RemovableHandle] = []  # on parameters
         self._hook_of: dict[str, RemovableHandle] = {}  # the same by name
         self._phase = Phase.IDLE
@@ -287,8 +285,7 @@ class Runtime(Core):
 
     def _cut_short(self) -> None:
         """Reduces what all ranks have agreed to reduce in a backward that did not end on this one: others wait."""
-        journal = self.group.journal
-        if self.announcements.has_proposal and journal is not None and not journal.has_failed:
+        if self.announcements.has_proposal and self.group.can_exchange:
             self.streams.join_main()  # each reduction that was issued has begun, and is counted
             self._reduce(self.announcements.cut_short(), is_boundary=self.is_boundary)
 

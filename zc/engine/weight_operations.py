@@ -1,7 +1,7 @@
-"""What the nodes do that bring weights together: after an update, and while a forward or backward reads them.
+"""What the nodes do that say when sharded weights are read, and when their bytes are free.
 
-`zc.engine.operations` has the table of all kinds of nodes, `zc.ranks.routes` how weights travel, `zc.engine.owners` the
-node of whole parameters.
+They do nearly nothing: they stand for the reads of the graphs around them, so that the proof sees these. How weights
+are gathered is an operation of the core (`zc.engine.operations.gather`).
 """
 
 from __future__ import annotations
@@ -10,38 +10,10 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from zc.engine.accumulators import Accumulators
+from zc.engine.accumulators import Accumulators, Function
 from zc.log import log
-from zc.schedule.spec import Spans
-
-
-def gather(
-    accs: Accumulators,
-    bucket: int,
-    dst: str,
-    src: str | None = None,
-    extent: tuple[int, int] | None = None,
-    scratch: str | None = None,
-) -> None:
-    buffers, record = accs.buffers, accs.plan.bucket(bucket)
-    log.debug("bucket %d: its weights are gathered", bucket)
-    room = None if scratch is None else buffers.raw(scratch)
-    if src is not None:  # stage 3
-        whole = buffers.gathered(dst, record, 0 if extent is None else extent[0])
-        accs.routes.gather(record, whole, buffers.weight_shard(bucket), room)
-        return
-    flat = buffers.flat_param[bucket]
-    if room is None:
-        accs.routes.gather(record, flat, buffers.shard(flat, record))
-        return
-    masters, own = buffers.master_shard[bucket].detach(), buffers.owned(flat, record)
-    accs.routes.gather(record, flat, masters, room, base=own)
-    buffers.remember_shard(record)
-
-
-def publish(accs: Accumulators, bucket: int, buffer: str) -> None:
-    """Nothing to do: the node stands for the main stream's right to read, and its waits give it that."""
-    log.debug("bucket %d: its new weights may be read", bucket)
+from zc.schedule import spec
+from zc.schedule.spec import Op, Spans
 
 
 def free_weights(accs: Accumulators, bucket: int, buffer: str, start: int, stop: int) -> None:
@@ -54,3 +26,8 @@ def read_weights(accs: Accumulators, buffer: str, use: int, buckets: Sequence[in
 
 def take_weights(accs: Accumulators, places: Sequence[tuple[int, int]]) -> list[Tensor]:
     return accs.on_take(places)
+
+
+OPERATIONS: dict[type[Op], Function] = {
+    spec.TakeWeights: take_weights, spec.ReadWeights: read_weights, spec.FreeWeights: free_weights,
+}  # fmt: skip

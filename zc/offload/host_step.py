@@ -32,11 +32,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, fx, nn
 
-from zc.engine.operations import Function
+from zc.engine.accumulators import Function
 from zc.engine.program import Program
 from zc.engine.updater import Updater
 from zc.machine import num_threads
-from zc.offload.disk import DiskState
 from zc.planning.plan import Plan
 from zc.planning.traits import TRAITS
 from zc.schedule.buffer import Buffer
@@ -45,7 +44,7 @@ from zc.schedule.spec import CastParam, CopyToDevice, Op, Publish, Spread, Updat
 
 if TYPE_CHECKING:
     from zc.engine.runtime import Runtime
-    from zc.offload.disk_file import StateFile
+    from zc.offload.disk import DiskState
 
 
 def step_graph(plan: Plan, buckets: Sequence[int], *, with_update: bool) -> fx.Graph:
@@ -83,7 +82,8 @@ def _bring_weights(graph: fx.Graph, plan: Plan, index: int, source: Buffer, stag
 
 class HostStep(Updater):
     """Runs the caller's optimizer, as its class sees it (`zc.optim.local`), on masters in host memory. ``by_bucket``:
-    its update is elementwise, so buckets may be updated one after another."""
+    its update is elementwise, so buckets may be updated one after another. ``disk``: where the state is, if not in
+    memory."""
 
     moves_slices = True
 
@@ -93,7 +93,7 @@ class HostStep(Updater):
         number: int,
         optimizer: Any,
         slices: Mapping[str, nn.Parameter],
-        file: StateFile | None,
+        disk: DiskState | None,
         *,
         by_bucket: bool,
     ) -> None:
@@ -107,10 +107,10 @@ class HostStep(Updater):
         self._is_done = False
         self._next: dict[int, int] = {}  # bucket -> the one updated after it
         self._groups: list[dict[str, Any]] = []  # of the optimizer, while buckets are updated one by one
-        self.disk = DiskState(runtime, file, optimizer, slices) if file is not None else None
+        self.disk = disk
         self.num_threads = torch.get_num_threads()
         if plan.buckets[0].device.type == "cpu":
-            saves = "only the optimizer's state leaves it" if file is not None else "so it saves no memory here"
+            saves = "only the optimizer's state leaves it" if disk is not None else "so it saves no memory here"
             runtime.say_once(f"offload: parameters are in host memory already, {saves}")
         else:
             self.num_threads = num_threads(runtime.group.world_size)

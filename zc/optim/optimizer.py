@@ -18,7 +18,6 @@ from torch.optim import Optimizer
 
 from zc import torch_private
 from zc.engine.memory_order import flattened, in_shape
-from zc.engine.owners import gather_whole
 from zc.errors import ZcError
 from zc.optim.class_methods import candidates, mentions, on_slices
 from zc.optim.closures import Arguments, Closures, closure_in
@@ -265,7 +264,8 @@ class ShardedOptimizer:
         whole: dict[int, Tensor] = {}
         if self.rule.whole:
             runtime.wait_for_host_memory()
-            whole = gather_whole(runtime.plan, runtime.buffers, runtime.group.shard, changed)
+            assert runtime.features.gather_whole is not None, "an optimizer that reads whole parameters"
+            whole = runtime.features.gather_whole(runtime.plan, runtime.buffers, runtime.group.shard, changed)
         for bucket in self.buckets:
             flags = runtime.accumulators.touched[bucket.index]
             parts = self.grad_shards.of(bucket) if any(flags) and not self.rule.whole else {}

@@ -20,14 +20,31 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from zc.planning.wire import largest, num_rows
-
 if TYPE_CHECKING:
+    from zc.planning.layout import FlatLayout
     from zc.planning.plan import Bucket, Plan
+
+
+class Encoding(Protocol):
+    """How elements that leave a host travel in fewer bits (`zc.planning.wire`): a row of bytes for each shard."""
+
+    @property
+    def block(self) -> int:
+        """Slots and shards begin at multiples of so many elements."""
+
+    @property
+    def bits(self) -> int:
+        """Of most elements."""
+
+    def row_nbytes(self, layout: FlatLayout) -> tuple[int, ...]:
+        """Bytes of each shard's row."""
+
+    def exact_numel(self, plan: Plan) -> int:
+        """Elements of parameters that travel as they are."""
 
 
 class Level(enum.Enum):
@@ -40,11 +57,13 @@ class Level(enum.Enum):
 
 
 class Way(enum.Enum):
-    """How bytes travel in one hop. The classes of `zc.ranks.routes` have the same names."""
+    """How bytes travel in one hop. The routes have the same names: those of `zc.ranks.routes`, and those that
+    `zc.compile` hands over."""
 
     ALONE = "alone"  # one rank sends nothing
     MESSAGES = "messages"
     MEMORY = "memory"  # each rank reads the others' memory
+    SHARDS = "shards in memory"  # a rank reads those of the others when it likes: nobody writes them between updates
     ENCODED = "encoded"  # messages of 8 bits, or 4, an element
     REPLICAS = "replicas"  # messages between the ranks with one shard, whose sum all of them get
 
@@ -90,7 +109,7 @@ class Hop:
         if self.way is Way.ALONE:
             return 0
         if self.way is Way.ENCODED:
-            nbytes, count = largest(plan, bucket, plan.reduce_bits)[0], num_rows(plan)
+            nbytes, count = largest(plan, bucket, plan.reduce_encoding)[0], num_rows(plan)
             return nbytes * (count - 1) // count
         count = _num_ranks(plan, self.among)
         width = self.dtype(bucket).itemsize + (bucket.acc_dtype.itemsize if self.way is Way.REPLICAS else 0)
@@ -103,9 +122,24 @@ class Hop:
         if self.way is Way.REPLICAS:
             return bucket.layout.numel_shard * bucket.acc_dtype.itemsize
         if self.way is Way.ENCODED:
-            return sum(largest(plan, bucket, plan.reduce_bits))
+            return sum(largest(plan, bucket, plan.reduce_encoding))
         numel = self.numel_sent(bucket) if plan.reduce == "exact" else bucket.layout.numel_shard
         return numel * self.dtype(bucket).itemsize
+
+
+def largest(plan: Plan, bucket: Bucket, encoding: Encoding | None) -> tuple[int, int]:
+    """The most encoded bytes of any rank: of one row for each rank that it exchanges rows with, and of as many rows of
+    its own shard. 0 without ``encoding``."""
+    if encoding is None:
+        return 0, 0
+    count, nbytes = num_rows(plan), encoding.row_nbytes(bucket.layout)
+    together = [sum(nbytes[first : first + count]) for first in range(0, plan.world_size, count)]
+    return max(together), max(nbytes) * count
+
+
+def num_rows(plan: Plan) -> int:
+    """How many ranks exchange encoded rows with each other: those with one number on all hosts, or all."""
+    return plan.topology.num_hosts if plan.topology.has_levels else plan.world_size
 
 
 def _num_ranks(plan: Plan, among: Level) -> int:
@@ -119,7 +153,7 @@ def hops_to_reduce(plan: Plan) -> tuple[Hop, ...]:
     if plan.num_ranks == 1:
         return (Hop(Way.ALONE, Level.ALL),) if plan.placement.shards_gradients else ()
     parts: list[tuple[Way, Level, Into]] = []
-    beyond = Way.ENCODED if plan.reduce_bits else Way.MESSAGES
+    beyond = Way.MESSAGES if plan.reduce_encoding is None else Way.ENCODED
     if plan.world_size > 1 and plan.topology.has_levels:
         near = (Way.MEMORY, Into.HOST_SUM) if plan.topology.reads_memory else (Way.MESSAGES, Into.SENT)
         parts = [(near[0], Level.HOST, near[1]), (beyond, Level.NET, Into.HOST_SUM)]
@@ -142,10 +176,11 @@ def hops_to_gather(plan: Plan, bucket: Bucket, *, is_exact: bool = False) -> tup
     if plan.world_size == 1:
         return (Hop(Way.ALONE, Level.ALL),)
     in_shards, reads = plan.is_sharded(bucket), plan.topology.reads_memory
-    is_encoded = not is_exact and plan.gather_bits > 0 and (not in_shards or plan.encodes_weights(bucket))
+    is_encoded = not is_exact and plan.gather_encoding is not None and (not in_shards or plan.encodes_weights(bucket))
     beyond = Way.ENCODED if is_encoded else Way.MESSAGES
     if not plan.topology.has_levels:
-        return (Hop(Way.MEMORY if reads and not is_encoded else beyond, Level.ALL),)
+        by_memory = Way.SHARDS if in_shards else Way.MEMORY
+        return (Hop(by_memory if reads and not is_encoded else beyond, Level.ALL),)
     near = Way.MEMORY if reads and not in_shards else Way.MESSAGES
     return Hop(beyond, Level.NET), Hop(near, Level.HOST)
 

@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from zc.planning.allocations import in_order, most_nbytes
+from zc.planning.hops import Encoding, num_rows
 from zc.planning.plan import Bucket, Plan
 from zc.planning.traits import num_states
-from zc.planning.wire import num_rows, row_nbytes
 
 
 def of_ddp(numel_by_optimizer: Mapping[str, int]) -> int:
@@ -83,8 +83,8 @@ def sent(plan: Plan, microbatches: int) -> dict[str, int]:
     others, between = plan.world_size - 1, plan.topology.num_hosts - 1
     to_its_host = plan.topology.num_hosts * (plan.topology.ranks_per_host - 1) if plan.topology.has_levels else 0
     shards = in_shards(plan.buckets, "reduce_dtype")
-    if plan.reduce_bits:
-        reduced = to_its_host * shards + sum(most_encoded(plan, b, plan.reduce_bits)[0] for b in plan.buckets)
+    if plan.reduce_encoding is not None:
+        reduced = to_its_host * shards + sum(most_encoded(plan, b, plan.reduce_encoding)[0] for b in plan.buckets)
     else:
         reduced = others * shards
         if plan.topology.has_levels:
@@ -92,10 +92,10 @@ def sent(plan: Plan, microbatches: int) -> dict[str, int]:
         reduced += sum(sent_to_replicas(plan, b) for b in plan.buckets)
     whole, gathered = plan.sharded, others * in_shards(_after_update(plan), "param_dtype")
     encoded = 0
-    if plan.gather_bits:
+    if plan.gather_encoding is not None:
         read = others - between if plan.topology.has_levels else 0
         encoded = read * in_shards(plan.buckets, "param_dtype")
-        encoded += sum(most_encoded(plan, b, plan.gather_bits)[1] for b in plan.buckets)
+        encoded += sum(most_encoded(plan, b, plan.gather_encoding)[1] for b in plan.buckets)
         whole = tuple(b for b in whole if not plan.encodes_weights(b))
         gathered = 0
     # an upper bound for buckets that are gathered while they are read: some stay until the backward
@@ -119,9 +119,9 @@ def _after_update(plan: Plan) -> list[Bucket]:
     return [bucket for bucket in plan.buckets if not plan.is_sharded(bucket)]
 
 
-def most_encoded(plan: Plan, bucket: Bucket, bits: int) -> tuple[int, int]:
+def most_encoded(plan: Plan, bucket: Bucket, encoding: Encoding) -> tuple[int, int]:
     """The most bytes of encoded rows that any rank sends: of rows for the others, and of its own row to all."""
-    count, rows = num_rows(plan), row_nbytes(bucket.layout, bits)
+    count, rows = num_rows(plan), encoding.row_nbytes(bucket.layout)
     together = [rows[first : first + count] for first in range(0, len(rows), count)]
     return max(sum(group) - min(group) for group in together), (count - 1) * max(rows)
 
@@ -146,19 +146,19 @@ def sent_between_hosts(plan: Plan, microbatches: int, ranks_per_host: int) -> di
     if copies:
         reduced += copies * sum(sent_to_replicas(plan, b) for b in plan.buckets) // (plan.num_replicas - 1)
     gathered = others * in_shards(_after_update(plan), "param_dtype")
-    if plan.reduce_bits:
-        reduced = sum(_encoded_between_hosts(plan, b, plan.reduce_bits, others) for b in plan.buckets)
+    if plan.reduce_encoding is not None:
+        reduced = sum(_encoded_between_hosts(plan, b, plan.reduce_encoding, others) for b in plan.buckets)
     whole, encoded = plan.sharded, 0
-    if plan.gather_bits:
-        encoded = sum(_encoded_between_hosts(plan, b, plan.gather_bits, others) for b in plan.buckets)
+    if plan.gather_encoding is not None:
+        encoded = sum(_encoded_between_hosts(plan, b, plan.gather_encoding, others) for b in plan.buckets)
         whole, gathered = tuple(b for b in whole if not plan.encodes_weights(b)), 0
     gathered += _times_read(plan, microbatches, encoded, others * in_shards(whole, "param_dtype"))
     return {"gradients": num * reduced, "parameters": gathered}
 
 
-def _encoded_between_hosts(plan: Plan, bucket: Bucket, bits: int, num_shards: int) -> int:
+def _encoded_between_hosts(plan: Plan, bucket: Bucket, encoding: Encoding, num_shards: int) -> int:
     """Bytes of ``num_shards`` rows that leave a host: an average over shards, since rows differ in length."""
-    return num_shards * sum(row_nbytes(bucket.layout, bits)) // plan.world_size
+    return num_shards * sum(encoding.row_nbytes(bucket.layout)) // plan.world_size
 
 
 def _pairs_between_hosts(plan: Plan, ranks_per_host: int) -> tuple[int, int]:

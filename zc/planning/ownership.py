@@ -10,6 +10,12 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from zc.planning.layout import Rule
+    from zc.planning.packing import ParamSpec
+    from zc.planning.plan import Plan
 
 Shape = tuple[int, ...]
 ROOM = 1.1  # times the mean number of elements per rank, unless one parameter is larger
@@ -31,6 +37,30 @@ def newton_schulz(shape: Shape) -> float:
 
 
 COSTS: dict[str, Callable[[Shape], float]] = {"elements": elements, "newton_schulz": newton_schulz}
+
+
+def assign_owners(
+    params: Sequence[ParamSpec], rules: Sequence[Rule], world_size: int, after: Plan | None = None
+) -> dict[str, int]:
+    """Assigns a rank to each parameter of an optimizer that reads whole ones. ``params``: of all optimizers, in order
+    of registration; ``after``: a plan whose owners have their load already."""
+    specs, owners = params[::-1], dict[str, int]()
+    for number, rule in enumerate(rules):
+        if not rule.whole:
+            continue
+        cost, loads = COSTS[rule.cost], dict[int, tuple[float, int]]()  # by rank: cost and elements
+        for bucket in after.buckets if after is not None else ():
+            for slot, rank in zip(bucket.slots, bucket.layout.owners or (), strict=False):
+                load, count = loads.get(rank, (0.0, 0))
+                is_own = bucket.optimizer == number  # other optimizers' costs have other units
+                loads[rank] = (load + (cost(slot.shape) if is_own else 0.0), count + slot.numel)
+        for spec in specs:
+            if spec.name in owners:
+                load, count = loads.get(owners[spec.name], (0.0, 0))
+                loads[owners[spec.name]] = (load, count + math.prod(spec.shape))
+        shapes = [(spec.name, spec.shape) for spec in specs if spec.optimizer == number]
+        owners.update(assign(shapes, cost, world_size, loads))
+    return owners
 
 
 def assign(

@@ -7,7 +7,7 @@ tends to finish them; PyTorch DDP, arXiv:2006.15704), and packed into buckets of
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -16,10 +16,8 @@ from torch import Tensor
 
 from zc.planning.kinds import BlockKind, block_of, split_name
 from zc.planning.layout import ALIGN_NBYTES, FlatLayout, Rule, flat_layout, own_strides, whole_layout
-from zc.planning.ownership import COSTS, assign
 from zc.planning.plan import Bucket, Plan
 from zc.planning.topology import Topology
-from zc.planning.wire import BITS, BLOCK
 
 if TYPE_CHECKING:
     from zc.config import Config
@@ -63,7 +61,7 @@ def make_plan(
     rules: Sequence[Rule] = (Rule(),),
     kinds: Sequence[BlockKind] = (),
     num_replicas: int = 1,
-    after: Plan | None = None,
+    owners: Mapping[str, int] = {},
 ) -> Plan:
     """Packs ``params``, in order of registration, into buckets. Buckets of several optimizers are in the order in which
     their last gradients come in.
@@ -76,26 +74,24 @@ def make_plan(
         topology: of the ranks that together have one copy of the state.
         rules: of each optimizer, the requirement on its layout.
         kinds: the model's blocks, which buckets follow.
-        after: a plan whose owners of whole parameters have their load already.
+        owners: the rank that updates each parameter of an optimizer that reads whole ones (`zc.planning.ownership`).
     """
     placement, world_size, reduce_dtype = config.placement, topology.world_size, config.reduce_dtype
-    reduce_bits, gather_bits = (8 if reduce_dtype == torch.int8 else 0), BITS.get(config.gather_dtype, 0)
+    reduce_encoding, gather_encoding = config.reduce_encoding, config.gather_encoding
     groups: dict[tuple[torch.dtype, torch.device], list[ParamSpec]] = {}
     for spec in reversed(params):
         groups.setdefault((spec.dtype, spec.device), []).append(spec)
     leaves_host = world_size > 1 and (topology.has_levels or not topology.reads_memory)
-    if reduce_bits:
+    if reduce_encoding is not None:
         reduce_dtype = None
     if not leaves_host:
-        reduce_bits = gather_bits = 0
-    owners = _owners(params[::-1], rules, world_size, after)
+        reduce_encoding = gather_encoding = None
     buckets: list[Bucket] = []
     for (dtype, device), specs in groups.items():
         acc_dtype = torch.promote_types(dtype, torch.float32)
         wire = reduce_dtype or (dtype if placement.shards_gradients else acc_dtype)
-        align = ALIGN_NBYTES // min(dtype.itemsize, wire.itemsize)
-        if reduce_bits or gather_bits:
-            align = math.lcm(align, BLOCK)
+        blocks = [encoding.block for encoding in (reduce_encoding, gather_encoding) if encoding is not None]
+        align = math.lcm(ALIGN_NBYTES // min(dtype.itemsize, wire.itemsize), *blocks)
         is_far = topology.num_hosts > 1 and device.type == "cpu"
         least = BETWEEN_HOSTS_NBYTES if is_far else DEFAULT_NBYTES
         weight_nbytes = config.weight_nbytes if placement.shards_weights else None
@@ -115,7 +111,7 @@ def make_plan(
                 layout = flat_layout(shapes, world_size, math.lcm(align, rule.block), num_hosts, num_replicas)
             layout = with_strides(layout, members)
             net = reduce_dtype or acc_dtype
-            differs = gather_bits > 0 and not placement.shards_weights
+            differs = gather_encoding is not None and not placement.shards_weights
             buckets.append(Bucket(len(buckets), layout, dtype, wire, acc_dtype, device, number, net, differs))
     return Plan(
         tuple(buckets),
@@ -130,8 +126,8 @@ def make_plan(
         num_replicas=num_replicas,
         kinds=tuple(kinds),
         weight_nbytes=config.weight_nbytes,
-        reduce_bits=reduce_bits,
-        gather_bits=gather_bits,
+        reduce_encoding=reduce_encoding,
+        gather_encoding=gather_encoding,
     )
 
 
@@ -193,24 +189,3 @@ def with_strides(layout: FlatLayout, members: Sequence[ParamSpec]) -> FlatLayout
     """The same layout; each slot has the memory order of its parameter."""
     strides = {spec.name: spec.strides for spec in members}
     return replace(layout, slots=tuple(replace(s, strides=strides[s.name]) for s in layout.slots))
-
-
-def _owners(specs: Sequence[ParamSpec], rules: Sequence[Rule], world_size: int, after: Plan | None) -> dict[str, int]:
-    """The rank that updates each parameter of an optimizer that reads whole ones."""
-    owners: dict[str, int] = {}
-    for number, rule in enumerate(rules):
-        if not rule.whole:
-            continue
-        cost, loads = COSTS[rule.cost], dict[int, tuple[float, int]]()  # by rank: cost and elements
-        for bucket in after.buckets if after is not None else ():
-            for slot, rank in zip(bucket.slots, bucket.layout.owners or (), strict=False):
-                load, count = loads.get(rank, (0.0, 0))
-                is_own = bucket.optimizer == number  # other optimizers' costs have other units
-                loads[rank] = (load + (cost(slot.shape) if is_own else 0.0), count + slot.numel)
-        for spec in specs:
-            if spec.name in owners:
-                load, count = loads.get(owners[spec.name], (0.0, 0))
-                loads[owners[spec.name]] = (load, count + math.prod(spec.shape))
-        shapes = [(spec.name, spec.shape) for spec in specs if spec.optimizer == number]
-        owners.update(assign(shapes, cost, world_size, loads))
-    return owners

@@ -11,12 +11,11 @@ from functools import cached_property
 
 import torch
 
-from zc.planning.hops import Hop, Into, Way, hops_to_gather, hops_to_reduce
+from zc.planning.hops import Encoding, Hop, Into, Way, hops_to_gather, hops_to_reduce, largest
 from zc.planning.kinds import BlockKind
 from zc.planning.layout import ALIGN_NBYTES, LEFT, FlatLayout, Slot, align_up
 from zc.planning.placement import Offload, Placement
 from zc.planning.topology import ALONE, Topology
-from zc.planning.wire import largest
 
 NUM_HOST_SUMS = 2  # the first of two reductions writes one while the second sends the other
 
@@ -102,9 +101,9 @@ class Plan:
     kinds: tuple[BlockKind, ...] = ()
     frozen: tuple[Bucket, ...] = ()  # of parameters that do not train, by ascending number; always in shards
     weight_nbytes: int | None = None  # the most bytes of gathered weights at any time; None: `weight_cap`
-    # bits per element of gradients, and of differences of weights, that leave a host (`zc.planning.wire`); 0: exact
-    reduce_bits: int = 0
-    gather_bits: int = 0
+    # of gradients, and of weights or their differences, where they leave a host; None: they travel as they are
+    reduce_encoding: Encoding | None = None
+    gather_encoding: Encoding | None = None
 
     @property
     def num_ranks(self) -> int:
@@ -186,7 +185,7 @@ class Plan:
 
     def nbytes_update(self, bucket: Bucket) -> int:
         """Bytes of the encoded differences that a gather of this bucket brings together."""
-        return largest(self, bucket, self.gather_bits)[0] if self.gather_bits else 0
+        return largest(self, bucket, self.gather_encoding)[0]
 
     def weights_buffer(self, bucket: int) -> str:
         """The name of the weights that an update writes, in a schedule. It is flat_param[bucket], or another one if the
@@ -219,11 +218,11 @@ class Plan:
 
     def encodes_weights(self, bucket: Bucket) -> bool:
         """Whether gathers of a sharded bucket, for a forward or backward, bring encoded weights."""
-        return self.gather_bits > 0 and self.placement.shards_weights and not bucket.is_frozen
+        return self.gather_encoding is not None and self.placement.shards_weights and not bucket.is_frozen
 
     def exact_gathers(self) -> Plan:
         """The plan of a gather that makes all weights equal to their masters, as after a load."""
-        return replace(self, gather_bits=0)
+        return replace(self, gather_encoding=None)
 
     @property
     def num_staging(self) -> int:

@@ -36,6 +36,29 @@ EXACT_NBYTES, SCALE_NBYTES = 4 * BLOCK, 4
 BITS: dict[object, int] = {torch.int8: 8, "int4": 4}  # of gather_dtype; reduce_dtype takes the first
 
 
+@dataclass(frozen=True)
+class Wire:
+    """A `zc.planning.hops.Encoding`: so many bits an element."""
+
+    bits: int
+
+    @property
+    def block(self) -> int:
+        return BLOCK
+
+    def row_nbytes(self, layout: FlatLayout) -> tuple[int, ...]:
+        return row_nbytes(layout, self.bits)
+
+    def exact_numel(self, plan: Plan) -> int:
+        return sum(slot.numel for bucket in plan.buckets for slot in bucket.slots if is_exact(slot))
+
+
+def wire_of(dtype: object) -> Wire | None:
+    """What reduce_dtype or gather_dtype asks for; None: elements travel as they are."""
+    bits = BITS.get(dtype)
+    return None if bits is None else Wire(bits)
+
+
 class Run(NamedTuple):
     """Blocks [first, first + num) of one kind. Their bytes begin at ``at``, their scales at fp32 word ``scales``, which
     is -1 for exact blocks."""
@@ -98,22 +121,9 @@ def _spans(layout: FlatLayout, start: int, stop: int) -> Iterator[tuple[int, int
         yield first, stop, exact
 
 
-def exact_numel(plan: Plan) -> int:
-    """Elements of parameters that travel exact."""
-    return sum(slot.numel for bucket in plan.buckets for slot in bucket.slots if is_exact(slot))
-
-
-def rows_to_reduce(plan: Plan, bucket: Bucket, rank: int) -> Rows:
-    """The rows that a rank encodes in a reduction: of all shards, or of those in its host range."""
-    return _of_hosts(plan, bucket, rank, plan.reduce_bits)
-
-
-def rows_to_gather(plan: Plan, bucket: Bucket, rank: int) -> Rows:
-    """The rows of differences of weights that a rank has after receiving them: of the same shards."""
-    return _of_hosts(plan, bucket, rank, plan.gather_bits)
-
-
-def _of_hosts(plan: Plan, bucket: Bucket, rank: int, bits: int) -> Rows:
+def rows_between_hosts(plan: Plan, bucket: Bucket, rank: int, bits: int) -> Rows:
+    """The rows that a rank encodes in a reduction, and those that it has after a gather: of all shards, or of those in
+    its host range."""
     layout = bucket.layout
     if not plan.topology.has_levels:
         return rows_of(layout, bits, 0, plan.world_size)
@@ -121,34 +131,15 @@ def _of_hosts(plan: Plan, bucket: Bucket, rank: int, bits: int) -> Rows:
     return rows_of(layout, bits, start // layout.numel_shard, (stop - start) // layout.numel_shard)
 
 
-def own_row_to_gather(plan: Plan, bucket: Bucket, rank: int) -> Rows:
-    """The row of `rows_to_gather` that the rank encodes itself."""
-    return rows_of(bucket.layout, plan.gather_bits, bucket.layout.shard_of(rank), 1)
+def own_row(plan: Plan, bucket: Bucket, rank: int, bits: int) -> Rows:
+    """The row of a rank's own shard: each other rank sends it one in a reduction, and it encodes one for a gather."""
+    return rows_of(bucket.layout, bits, bucket.layout.shard_of(rank), 1)
 
 
 def place_of(plan: Plan, bucket: Bucket, rank: int) -> int:
-    """The number of that row in `rows_to_gather`."""
+    """The number of a rank's own row in `rows_between_hosts`."""
     shard = bucket.layout.shard_of(rank)
     return shard % plan.topology.num_hosts if plan.topology.has_levels else shard
-
-
-def row_of(plan: Plan, bucket: Bucket, rank: int) -> Rows:
-    """The row that a rank receives from each other rank in a reduction: of its own shard."""
-    return rows_of(bucket.layout, plan.reduce_bits, bucket.layout.shard_of(rank), 1)
-
-
-def largest(plan: Plan, bucket: Bucket, bits: int) -> tuple[int, int]:
-    """The most bytes of any rank: of one row for each rank that it exchanges rows with, and of as many rows of its own
-    shard."""
-    count = num_rows(plan)
-    nbytes = row_nbytes(bucket.layout, bits)
-    together = [sum(nbytes[first : first + count]) for first in range(0, plan.world_size, count)]
-    return max(together), max(nbytes) * count
-
-
-def num_rows(plan: Plan) -> int:
-    """How many ranks exchange rows with each other: those with one number on all hosts, or all."""
-    return plan.topology.num_hosts if plan.topology.has_levels else plan.world_size
 
 
 @functools.lru_cache(maxsize=1024)

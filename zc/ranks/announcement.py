@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from zc.ranks.group import Group
     from zc.ranks.work import Work
 
-Waits = dict[str, list[float]]  # where -> seconds of each
 BOUNDARY = "finish the gradients of an update (optimizer.step, clipping, or reading a gradient)"
 END = "end a backward"  # outside of no_sync
 # Five numbers: checksums of the text, of the journal, of which gradients the sums contain and of which parameters show
@@ -34,7 +33,7 @@ class Announcement:
 
     def __init__(
         self, group: Group, number: int, text: str, sums: int, grads: int, num_cleared: int, flags: Sequence[int],
-        waits: Waits, totals: bytes = b"",
+        waits: dict[str, list[float]], totals: bytes = b"",
     ) -> None:  # fmt: skip
         """Starts it.
 
@@ -42,7 +41,7 @@ class Announcement:
             text: in words, what this rank announces; equal on all ranks that announce the same.
             sums, grads: checksums of which gradients the sums contain, and of the parameters that show a ``.grad``.
             num_cleared: how often gradients were dropped since the last boundary.
-            waits: gets how long the issuing thread waits for the answer.
+            waits: gets the seconds for which the issuing thread waits for the answer, by kind of announcement.
             totals: of zc.count; as many bytes on all ranks.
         """
         past = group.journal.checksum() if group.journal is not None and text == BOUNDARY else 0

@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -16,16 +16,13 @@ from torch import Tensor
 
 from zc import torch_private
 from zc.devices import accelerator_type
-from zc.errors import PlanError, RankMismatchError
+from zc.errors import PlanError, RankMismatchError, ZcError
 from zc.planning.plan import Plan
 from zc.planning.topology import Topology, flat
 from zc.ranks.exchanges import Exchanges
-from zc.ranks.hosts import find_hosts
-from zc.ranks.journal import Journal
-from zc.ranks.neighbours import Neighbours
+from zc.ranks.journal import Journal, Watcher
 from zc.ranks.process_groups import ProcessGroups
-from zc.ranks.watch import Watch
-from zc.ranks.work import Call, Work, collective, messages
+from zc.ranks.work import Call, Step, Work, collective, messages
 
 _COMPILE = "zc.compile or zc.close"
 ErrorOf = Callable[[Exception | None, int, str], Exception]
@@ -52,19 +49,55 @@ def patience(of_group: timedelta | None) -> float:
     return float(seconds) if seconds else (of_group or timedelta(minutes=10)).total_seconds()
 
 
+class Neighbours(Protocol):
+    """The other ranks of this host, where they talk without a process group (`zc.ranks.neighbours`)."""
+
+    def name_ranks(self, numbers: Sequence[int], journal: Journal | None) -> None:
+        """Called before the first exchange. ``numbers``: of the group's ranks, in the default group."""
+
+    def exchange(
+        self, kind: int, index: int, received: Mapping[int, Tensor], sent: Mapping[int, Tensor] | Tensor
+    ) -> tuple[Step, ...]:
+        """received[r] <- the tensor that rank r sends to this one."""
+
+    def gather_rows(self, out: Tensor, row: Tensor) -> tuple[Step, ...]:
+        """out [ranks of the host * n] <- every rank's row [n], uint8."""
+
+    def reduce_(self, kind: int, value: Tensor, add: Callable[[Tensor, Tensor], Tensor]) -> tuple[Step, ...]:
+        """``value``, small <- all ranks' values, combined in rank order."""
+
+    def close(self) -> None:
+        """Ends all exchanges."""
+
+
+Gather = Callable[[Any], Sequence[Any]]  # every rank's object, by rank; all ranks call it
+FindHosts = Callable[[int, int, Gather, bool], tuple[Topology, Neighbours | None, str | None]]
+
+
+class Parts(NamedTuple):
+    """What `zc.compile` hands over to the ranks of a model. ``find_hosts``: None: every rank counts as its own host,
+    and all send messages. ``watch_of``: the watch of this process; None: nobody looks for ranks that are out of
+    step."""
+
+    find_hosts: FindHosts | None = None
+    watch_of: Callable[[], Watcher] | None = None
+
+
+NO_PARTS = Parts()
+
+
 class Control(Exchanges):
     """The ranks of one model. W = ``world_size``; with one rank no process group is needed or used.
 
-    Without ``finds_neighbours``, ranks send messages only, wherever they are. Without ``reads_memory``, they do not
-    read each other's memory, because gradients and weights are on a GPU. ``everyone``: all ranks that train the model,
-    if these are only some of them; one journal covers all.
+    Without ``reads_memory``, ranks do not read each other's memory, because gradients and weights are on a GPU.
+    ``everyone``: all ranks that train the model, if these are only some of them; one journal covers all.
     """
 
     def __init__(
         self,
         group: dist.ProcessGroup | None,
+        parts: Parts = NO_PARTS,
         *,
-        finds_neighbours: bool = True,
         reads_memory: bool = True,
         everyone: Control | None = None,
     ) -> None:
@@ -73,7 +106,7 @@ class Control(Exchanges):
         self.timeout: timedelta | None = None  # of the collectives of the caller's group
         self._group = group  # the caller's; None: the default group
         self._closes_journal = everyone is None
-        self._may_read_memory = reads_memory
+        self._parts, self._may_read_memory = parts, reads_memory
         self._process_groups: ProcessGroups | None = None
         self.topology: Topology = flat(1)
         self.note: str | None = None  # of the topology
@@ -88,29 +121,34 @@ class Control(Exchanges):
             self._process_groups = ProcessGroups(ranks, host_backend(group))
             timeouts = (torch_private.timeout_of(self.callers_group, device) for device in ("cpu", accelerator_type()))
             self.timeout = next(filter(None, timeouts), None)
-            if self.journal is None:
+            if self.journal is None and parts.watch_of is not None:
                 number = self._process_groups.number_of_model()
-                self.journal = Journal(Watch.of_this_process(), ranks, number, patience(self.timeout))
-            self.journal.on_failure.append(self._process_groups.abandon)
+                self.journal = Journal(parts.watch_of(), ranks, number, patience(self.timeout))
+            if self.journal is not None:
+                self.journal.on_failure.append(self._process_groups.abandon)
             if backend_of(group, "cpu") == "gloo":
                 self._pairs(torch.zeros(1, dtype=torch.uint8, device="cpu"), self.callers_group, _FIRST_TAG)
             self.control = self.new_group()
             self._process_groups.close_dropped(self._gather_by_pairs)
             self.topology = flat(self.world_size)
-            if finds_neighbours:
-                self.topology, self._neighbours, note = find_hosts(
+            if parts.find_hosts is not None:
+                self.topology, self._neighbours, note = parts.find_hosts(
                     self.rank, self.world_size, self.gather_objects, reads_memory
                 )
                 self.note = note if reads_memory else None
             if self._neighbours is not None:
-                self._neighbours.journal, self._neighbours.numbers = self.journal, self.numbers
-                self._neighbours.links.failure = self.journal.verdict
+                self._neighbours.name_ranks(self.numbers, self.journal)
 
     @property
     def callers_group(self) -> dist.ProcessGroup:
         group = self._group if self._group is not None else dist.group.WORLD
         assert group is not None, "a process group is initialised"
         return group
+
+    @property
+    def can_exchange(self) -> bool:
+        """Whether an exchange can complete: there are other ranks, not closed, and none is known to be lost."""
+        return self.control is not None and (self.journal is None or not self.journal.has_failed)
 
     def call(self, text: str, run: Callable[[], Any], device: torch.device | None = None) -> Any:
         """Returns ``run()``, which blocks until other ranks answer. It runs in a thread, whose device is ``device``, so
@@ -174,6 +212,10 @@ class Control(Exchanges):
         if self._neighbours is not None:
             self._neighbours.close()
         self._neighbours = self.control = self.journal = None
+
+    def failure(self, kind: type[ZcError], text: str) -> ZcError:
+        """The error to raise for what this rank alone has found: on all ranks, where a watch can tell them."""
+        return kind(text) if self.journal is None else self.journal.fail(kind, text)
 
     @contextlib.contextmanager
     def together(self, error_of: ErrorOf, text: str = _COMPILE) -> Iterator[None]:

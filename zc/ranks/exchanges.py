@@ -50,7 +50,7 @@ class Exchanges:
         sent, self._nbytes_sent = self._nbytes_sent, Counter()
         return sent
 
-    def _begin(self, kind: str, index: int, nbytes: int) -> Entry:
+    def begin(self, kind: str, index: int, nbytes: int) -> Entry:
         """Records the start of an exchange in which this rank sends ``nbytes``, or other ranks read them."""
         self._nbytes_sent[kind + self._between] += nbytes
         if self.journal is not None and self._keeps_journal:
@@ -77,7 +77,7 @@ class Exchanges:
 
     def all_to_all(self, out: Tensor, rows: Tensor, bucket: int) -> Work:
         """out[s*S:(s+1)*S] on rank r <- rows[r*S:(r+1)*S] of rank s; both [P], contiguous. Asynchronous."""
-        entry = self._begin(REDUCE, bucket, self._others(rows.nbytes))
+        entry = self.begin(REDUCE, bucket, self._others(rows.nbytes))
         if not self._by_pairs:
             return self._data_work(self._post(dist.all_to_all_single, out, rows, group=self.data, async_op=True), entry)
         theirs, mine = out.view(self.world_size, -1), rows.view(self.world_size, -1)
@@ -87,7 +87,7 @@ class Exchanges:
 
     def reduce_scatter(self, out: Tensor, flat: Tensor, bucket: int) -> Work:
         """out [S] <- sum over ranks of this rank's rows of flat [P]. Asynchronous."""
-        entry = self._begin(REDUCE, bucket, self._others(flat.nbytes))
+        entry = self.begin(REDUCE, bucket, self._others(flat.nbytes))
         # torch 2.13 renames the collective and warns on the old name; 2.11 has only the old one
         call = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         work = self._post(call, out, flat, op=dist.ReduceOp.SUM, group=self.data, async_op=True)
@@ -100,7 +100,7 @@ class Exchanges:
     def all_gather(self, out: Tensor, shard: Tensor, kind: str, bucket: int) -> Work:
         """out [P] <- every rank's shard [S]; shard may be this rank's slice of out. ``kind`` is one of EXCHANGES.
         Asynchronous."""
-        entry = self._begin(kind, bucket, self._others(out.nbytes))
+        entry = self.begin(kind, bucket, self._others(out.nbytes))
         if not self._by_pairs:
             return self._data_work(self._post(_all_gather(), out, shard, group=self.data, async_op=True), entry)
         theirs = out.view(self.world_size, -1)
@@ -112,7 +112,7 @@ class Exchanges:
     def gather_rows(self, rows: list[Tensor], kind: str, bucket: int) -> Work:
         """rows[r] <- the row of rank r, of any length; this rank's row is there. Asynchronous."""
         row = rows[self.rank]
-        entry = self._begin(kind, bucket, row.nbytes * (self.world_size - 1))
+        entry = self.begin(kind, bucket, row.nbytes * (self.world_size - 1))
         if self._by_pairs:
             return self._between_pairs(rows, [row] * self.world_size, entry)
         if not self._waits_on_stream:  # gloo gathers only rows of equal length
@@ -125,7 +125,7 @@ class Exchanges:
         """``received`` <- the pieces that other ranks send to this one, each straight into its place, at most one per
         rank. This rank's own piece is copied, unless it is there already. ``kind`` is one of EXCHANGES. Asynchronous.
         All ranks call it, also those without a piece."""
-        entry = self._begin(kind, bucket, sum(piece.nbytes for rank, piece in sent if rank != self.rank))
+        entry = self.begin(kind, bucket, sum(piece.nbytes for rank, piece in sent if rank != self.rank))
         if not self._by_pairs:
             return self._exchange_all(received, sent, entry)
         others = [(rank, piece) for rank, piece in received if rank != self.rank]

@@ -9,9 +9,8 @@ zc's stream has high priority: its kernels do not wait for compute that was issu
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -25,10 +24,9 @@ from zc import torch_private
 from zc.errors import PlanError
 from zc.planning.hops import Level
 from zc.planning.topology import Topology, flat
-from zc.ranks.control import Control, backend_of, host_backend
+from zc.ranks.control import NO_PARTS, Control, Neighbours, Parts, backend_of, host_backend
 from zc.ranks.exchanges import Exchanges, Pieces, copy_own_piece
-from zc.ranks.journal import EXCHANGES, LARGEST, REDUCE, SUM
-from zc.ranks.neighbours import Neighbours
+from zc.ranks.journal import EXCHANGES, LARGEST, SUM
 from zc.ranks.work import Work, collective
 
 
@@ -46,12 +44,12 @@ class Group(Control):
     def __init__(
         self,
         group: dist.ProcessGroup | None,
+        parts: Parts = NO_PARTS,
         *,
-        finds_neighbours: bool = True,
         reads_memory: bool = True,
         everyone: Control | None = None,
     ) -> None:
-        super().__init__(group, finds_neighbours=finds_neighbours, reads_memory=reads_memory, everyone=everyone)
+        super().__init__(group, parts, reads_memory=reads_memory, everyone=everyone)
         self._shard: Group | None = None
         self.replicas: Group | None = None  # the ranks with the same shard as this one, or None without replicas
         self.levels: Levels | None = None  # with two levels
@@ -84,8 +82,8 @@ class Group(Control):
 
     def split(self, shard: dist.ProcessGroup, replicas: dist.ProcessGroup) -> None:
         """Splits the ranks into rows and columns of a mesh. Every rank calls it."""
-        self._shard = Group(shard, reads_memory=self._may_read_memory, everyone=self)
-        self.replicas = Group(replicas, finds_neighbours=False, everyone=self)
+        self._shard = Group(shard, self._parts, reads_memory=self._may_read_memory, everyone=self)
+        self.replicas = Group(replicas, everyone=self)  # which send messages, wherever they are
         self.replicas._between = ", between replicas"
         # otherwise it follows exchanges of `shard` on another stream, and one journal has no order of the two
         self.replicas._keeps_journal = self._shard.world_size == 1
@@ -167,38 +165,6 @@ class Group(Control):
             level.data, level._members = self._new_data(members=members), None
         return level
 
-    # --- ranks that read each other's memory ---
-
-    @contextlib.contextmanager
-    def offering(self, kind: str, bucket: int, tensor: Tensor) -> Iterator[dict[int, bytes]]:
-        """Inside, ranks of this host read each other's ``tensor``: yields where those of the others lie. At the end all
-        have read, so each may write its own again (docs/proof.md)."""
-        self.signal_full(kind, bucket, tensor)
-        yield self.await_full(kind, bucket)
-        self.signal_free(kind, bucket)
-        self.await_free(kind, bucket)
-
-    def signal_full(self, kind: str, bucket: int, tensor: Tensor) -> None:
-        """Lets the others on this host read ``tensor``: a part each if it is reduced, all of it if it is gathered."""
-        count = len(self.neighbours.ranks)
-        read = tensor.nbytes // count if kind == REDUCE else tensor.nbytes
-        self._begin(kind, bucket, read * (count - 1))
-        self.neighbours.signal_full(EXCHANGES.index(kind), bucket, tensor)
-
-    def await_full(self, kind: str, bucket: int) -> dict[int, bytes]:
-        """Waits for all others' signals. Returns the addresses of their data, for `read` and `rows`."""
-        places: dict[int, bytes] = {}
-        self._work((kind, bucket), self.neighbours.await_full(EXCHANGES.index(kind), bucket, places)).wait()
-        return places
-
-    def signal_free(self, kind: str, bucket: int) -> None:
-        """Signals that this rank has read the others' data."""
-        self.neighbours.signal_free(EXCHANGES.index(kind), bucket)
-
-    def await_free(self, kind: str, bucket: int) -> None:
-        """Returns once all others have read this rank's data."""
-        self._work((kind, bucket), self.neighbours.await_free(EXCHANGES.index(kind), bucket)).wait()
-
     @property
     def neighbours(self) -> Neighbours:
         assert self._neighbours is not None, "the plan says that ranks read each other's memory"
@@ -210,7 +176,7 @@ class Group(Control):
         """As `Exchanges.all_gather`. With two levels, shards are in the order of a layout with as many hosts, and the
         host waits for the first level."""
         if self._by_memory and self._neighbours is not None:
-            entry, rows = self._begin(kind, bucket, self._others(out.nbytes)), out.view(self.world_size, -1)
+            entry, rows = self.begin(kind, bucket, self._others(out.nbytes)), out.view(self.world_size, -1)
             if rows[self.rank].data_ptr() != shard.data_ptr():
                 rows[self.rank].copy_(shard)
             received = dict(enumerate(rows))
@@ -224,7 +190,7 @@ class Group(Control):
     def exchange(self, received: Pieces, sent: Pieces, kind: str, bucket: int) -> Work:
         """As `Exchanges.exchange`."""
         if self._by_memory and self._neighbours is not None:
-            entry = self._begin(kind, bucket, sum(piece.nbytes for rank, piece in sent if rank != self.rank))
+            entry = self.begin(kind, bucket, sum(piece.nbytes for rank, piece in sent if rank != self.rank))
             copy_own_piece(received, sent, self.rank)
             steps = self._neighbours.exchange(EXCHANGES.index(kind), bucket, dict(received), dict(sent))
             return self._work(entry, *steps)
@@ -240,7 +206,7 @@ class Group(Control):
 
     def _all_reduce(self, kind: str, value: Tensor, op: Any, add: Callable[[Tensor, Tensor], Tensor]) -> None:
         if self.world_size > 1:
-            entry = self._begin(kind, value.numel(), self._others(2 * value.nbytes))
+            entry = self.begin(kind, value.numel(), self._others(2 * value.nbytes))
             if self._by_memory and self._neighbours is not None:
                 self._work(entry, *self._neighbours.reduce_(int(kind == SUM), value, add)).wait()
                 return

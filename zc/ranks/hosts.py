@@ -6,20 +6,20 @@ import contextlib
 import os
 import secrets
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
 from zc.planning.topology import Topology, flat
+from zc.ranks.control import Gather
 from zc.ranks.links import Address, Links, Listener
 from zc.ranks.memory import Reader, let_siblings_read
 from zc.ranks.neighbours import Neighbours
 from zc.ranks.process import machine_id
 
 _TOKEN_NBYTES = 16
-Gather = Callable[[Any], Sequence[Any]]  # every rank's object, by rank; all ranks call it
 
 
 class _Introduction(NamedTuple):

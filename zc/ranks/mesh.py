@@ -13,10 +13,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from zc.errors import PlanError
+from zc.ranks.control import NO_PARTS, Parts
 from zc.ranks.group import Group
 
 
-def ranks_of(mesh: DeviceMesh | None, group: dist.ProcessGroup | None, *, reads_memory: bool = True) -> Group:
+def ranks_of(
+    mesh: DeviceMesh | None, group: dist.ProcessGroup | None, parts: Parts = NO_PARTS, *, reads_memory: bool = True
+) -> Group:
     """The ranks that train one model. Every rank calls it. Raises PlanError or RankMismatchError.
 
     ``reads_memory``: the model is on a CPU, so ranks of one host may read each other's memory.
@@ -32,7 +35,7 @@ def ranks_of(mesh: DeviceMesh | None, group: dist.ProcessGroup | None, *, reads_
             group = mesh.get_group()
         elif mesh.shape[0] > 1:
             rows = mesh.get_group(1), mesh.get_group(0)
-    ranks = Group(group, reads_memory=reads_memory)
+    ranks = Group(group, parts, reads_memory=reads_memory)
     shape = "none" if mesh is None else f"({_describe(mesh)}) of the ranks {mesh.mesh.tolist()}"
     # before more groups are made: ranks with different meshes would make different groups, and wait for each other
     ranks.same_everywhere("what zc.compile was given as mesh", [shape], "Give all ranks the same one")

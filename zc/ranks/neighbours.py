@@ -57,9 +57,15 @@ class Neighbours:
         self._pids, self._reader = pids, reader
         self._num_rows = 0  # the calling thread's
         self._sent, self._awaited = Counter[int](), Counter[int]()  # signals by key; each key has one thread at a time
-        self.journal: Journal | None = None  # set before the first exchange
-        # of the group's ranks in the default group; set with the journal
+        self.journal: Journal | None = None
         self.numbers: Sequence[int] = range(self.ranks[-1] + 1)
+
+    def name_ranks(self, numbers: Sequence[int], journal: Journal | None) -> None:
+        """Called before the first exchange. ``numbers``: of the group's ranks, in the default group. ``journal``: what
+        it says of lost ranks ends every wait."""
+        self.numbers, self.journal = numbers, journal
+        if journal is not None:
+            self.links.failure = journal.verdict
 
     # --- signals ---
 

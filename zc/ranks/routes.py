@@ -15,21 +15,18 @@ bucket may fill their buffer. Where ranks read memory, a sum and its reads are o
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from einops import rearrange
 from torch import Tensor
 
-from zc.kernels import add_blocks, encode_blocks, reduce_rows, sum_blocks
-from zc.kernels._blocks import Blocks
-from zc.planning.hops import Hop, Way, hops_to_gather, reads_shards
-from zc.planning.wire import Rows, own_row_to_gather, place_of, row_of, rows_to_gather, rows_to_reduce
+from zc.kernels import reduce_rows
+from zc.planning.hops import Hop, Level, Way, hops_to_gather, reads_shards
 from zc.ranks.exchanges import Sum
-from zc.ranks.journal import GATHER, GATHER_SUMS, REDUCE, wait
+from zc.ranks.journal import GATHER, GATHER_SUMS, wait
 
 if TYPE_CHECKING:
     from zc.planning.plan import Bucket, Plan
@@ -61,12 +58,21 @@ class Route:
         shard as all ranks have it, ``whole`` += what each rank's shard is ahead of that."""
         raise NotImplementedError
 
+    def open(self, shards: Mapping[int, Tensor]) -> None:
+        """The others may read ``shards``, by bucket, from here to `close`. All ranks open the same in the same
+        order."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Returns when no rank reads a shard any more, so that all of them may be written."""
+        raise NotImplementedError
+
 
 class Alone(Route):
     """One rank."""
 
     def reduce(self, bucket: Bucket, sent: Tensor, total: Sum) -> None:
-        _add(total, sent.view(1, -1), bucket)
+        add_rows(total, sent.view(1, -1), bucket)
 
     def gather(self, bucket: Bucket, whole: Tensor, shard: Tensor, scratch: Tensor | None, base: Tensor | None) -> None:
         _copy(whole, shard)
@@ -89,140 +95,10 @@ class Messages(Route):
     def finish(self, bucket: Bucket, scratch: Tensor, total: Sum) -> None:
         count = 1 if self.is_native else self.ranks.world_size
         rows = _view(scratch, count * total.out.numel(), self.hop.dtype(bucket)).view(count, -1)
-        _add(total, rows, bucket, keeps_rows=False)
+        add_rows(total, rows, bucket, keeps_rows=False)
 
     def gather(self, bucket: Bucket, whole: Tensor, shard: Tensor, scratch: Tensor | None, base: Tensor | None) -> None:
         wait(self.ranks.all_gather(whole, shard, GATHER, bucket.index))
-
-
-@dataclass(frozen=True)
-class Memory(Route):
-    """The ranks of one host on a CPU, each of which reads the others' memory: one copy where messages make three."""
-
-    ranks: Group
-
-    def reduce(self, bucket: Bucket, sent: Tensor, total: Sum) -> None:
-        def use(rows: Tensor, start: int, stop: int) -> None:
-            _add(total._replace(out=total.out[start:stop]), rows, bucket)
-
-        with self.ranks.offering(REDUCE, bucket.index, sent) as places:
-            self.ranks.neighbours.rows(sent, *bucket.layout.host_range(self.ranks.rank), places, use)
-
-    def gather(self, bucket: Bucket, whole: Tensor, shard: Tensor, scratch: Tensor | None, base: Tensor | None) -> None:
-        with self.ranks.offering(GATHER, bucket.index, shard) as places:
-            for peer, place in places.items():
-                self.ranks.neighbours.read(whole[slice(*bucket.layout.host_range(peer))], peer, place)
-
-
-class Shards(Route):
-    """The same for shards of weights that nobody writes between two updates (stage 3). There a rank may read the
-    others' at any time, as often as it likes, and in an order of its own: ranks may drop different layers, see
-    different tasks, or evaluate alone. Two points order reads and writes, once per update::
-
-        rank 0:  update 7   open    gather 3, gather 2, ...      close   update 8
-                              |                                    |
-        rank 1:  update 7   open    gather 0, gather 3, ...      close   update 8
-
-    A rank *opens* its shards by one signal per bucket, which says where the shard lies; a gather of another rank waits
-    for it. Before a rank writes its shards it *closes* them: it signals that its own reads are done, and waits until
-    the others have done theirs. The model of MPI's passive targets between two fences (MPI-2, 11.4.1). """
-
-    def __init__(self, ranks: Group) -> None:
-        self._ranks = ranks
-        self._open: set[int] = set()
-        self._kept: set[int] = set()  # until all ranks have dropped the model
-        # by bucket: where the other ranks' shards are. The stream of gathers uses it; the issuing thread does when it
-        # has joined that stream
-        self._places: dict[int, dict[int, bytes]] = {}
-
-    def gather(self, bucket: Bucket, whole: Tensor, shard: Tensor, scratch: Tensor | None, base: Tensor | None) -> None:
-        whole[slice(*bucket.layout.shard_range(self._ranks.rank))] = shard
-        for peer, place in self._places_of(bucket.index).items():
-            self._ranks.neighbours.read(whole[slice(*bucket.layout.shard_range(peer))], peer, place)
-
-    def _places_of(self, index: int) -> dict[int, bytes]:
-        """Waits until all ranks have opened this bucket."""
-        if index not in self._places:
-            self._places[index] = self._ranks.await_full(GATHER, index)
-        return self._places[index]
-
-    def open(self, shards: Mapping[int, Tensor]) -> None:
-        """The others may read ``shards``, by bucket, from here to `close`. All ranks open the same in the same
-        order."""
-        for index, shard in shards.items():
-            if index not in self._kept:
-                self._ranks.keep_alive(shard)
-                self._kept.add(index)
-            if index not in self._open:
-                self._ranks.signal_full(GATHER, index, shard)
-                self._open.add(index)
-
-    def close(self) -> None:
-        """Returns when no rank reads a shard any more, so that all of them may be written."""
-        if not self._open:
-            return
-        buckets = sorted(self._open)
-        for index in buckets:
-            self._places_of(index)  # also of ranks whose shards this one has not read
-        self._places.clear()
-        self._ranks.signal_free(GATHER, buckets[0])
-        self._ranks.await_free(GATHER, buckets[0])
-        self._open.clear()
-
-
-class _Code(NamedTuple):
-    """Where blocks lie in what this rank sends or receives of one bucket."""
-
-    rows: Rows
-    blocks: Blocks
-
-    def split(self, raw: Tensor) -> list[Tensor]:
-        """One row of bytes for each rank."""
-        return [raw[start:stop] for start, stop in itertools.pairwise(self.rows.offsets)]
-
-
-class Encoded(Route):
-    """Messages of few bits (`zc.planning.wire`), between hosts.
-
-    A gradient is encoded once, by the rank that sends it, and decoded once, by the rank that sums it. A difference of
-    weights is encoded by its owner and decoded by every rank, the owner included, so all have the same bits; what
-    rounding leaves stays in the master and is part of the next difference. In stage 3 each gather encodes weights.
-    """
-
-    def __init__(self, ranks: Exchanges, plan: Plan, rank: int, tables: list[Tensor]) -> None:
-        self._ranks, self._plan, self._rank, self._tables = ranks, plan, rank, tables
-        self._codes: dict[tuple[str, int], _Code] = {}
-
-    def take(self, bucket: Bucket, sent: Tensor, scratch: Tensor) -> None:
-        code = self._sent(bucket)
-        encode_blocks(sent, scratch[: code.rows.nbytes], code.blocks)
-
-    def finish(self, bucket: Bucket, scratch: Tensor, total: Sum) -> None:
-        """Sends each rank its row, and decodes those that the others send to this one."""
-        sent, received = self._sent(bucket), self._code("received", bucket, row_of, self._plan.reduce_bits)
-        count, size, end = self._ranks.world_size, received.rows.nbytes, sent.rows.nbytes
-        rows = scratch[end : end + count * size].view(count, size)
-        pieces = list(enumerate(sent.split(scratch)))
-        self._ranks.exchange(list(enumerate(rows)), pieces, REDUCE, bucket.index).wait()
-        sum_blocks(rows, total.out, received.blocks, scale=total.scale, add=total.add)
-
-    def gather(self, bucket: Bucket, whole: Tensor, shard: Tensor, scratch: Tensor | None, base: Tensor | None) -> None:
-        assert scratch is not None, "the plan says that these weights travel encoded"
-        code = self._code("differences", bucket, rows_to_gather, self._plan.gather_bits)
-        own = self._code("own", bucket, own_row_to_gather, self._plan.gather_bits)
-        rows = code.split(scratch)
-        encode_blocks(shard, rows[place_of(self._plan, bucket, self._rank)], own.blocks, base=base)
-        wait(self._ranks.gather_rows(rows, GATHER, bucket.index))
-        add_blocks(scratch[: code.rows.nbytes], whole if base is not None else whole.zero_(), code.blocks)
-
-    def _sent(self, bucket: Bucket) -> _Code:
-        return self._code("sent", bucket, rows_to_reduce, self._plan.reduce_bits)
-
-    def _code(self, use: str, bucket: Bucket, rows_of: Callable[[Plan, Bucket, int], Rows], bits: int) -> _Code:
-        if (use, bucket.index) not in self._codes:
-            rows = rows_of(self._plan, bucket, self._rank)
-            self._codes[use, bucket.index] = _Code(rows, Blocks(rows.runs, bits, self._tables))
-        return self._codes[use, bucket.index]
 
 
 @dataclass(frozen=True)
@@ -237,43 +113,44 @@ class Replicas(Route):
         piece = torch.empty(sent.numel() // self.ranks.world_size, dtype=bucket.acc_dtype, device=sent.device)
         wait(self.ranks.all_to_all(rows, sent, bucket.index))
         pieces = rearrange(rows, "(replica piece) -> replica piece", replica=self.ranks.world_size)
-        _add(Sum(piece), pieces, bucket, keeps_rows=False)
+        add_rows(Sum(piece), pieces, bucket, keeps_rows=False)
         wait(self.ranks.all_gather(out, piece, GATHER_SUMS, bucket.index))
 
     def finish(self, bucket: Bucket, scratch: Tensor, total: Sum) -> None:
-        _add(total, _view(scratch, total.out.numel(), bucket.acc_dtype).view(1, -1), bucket, keeps_rows=False)
+        add_rows(total, _view(scratch, total.out.numel(), bucket.acc_dtype).view(1, -1), bucket, keeps_rows=False)
 
 
 class Routes:
-    """The routes of one model on one rank. ``tables``: a list for tensors that kernels read, which live as long."""
+    """The routes of one model on one rank. ``tables``: a list for tensors that kernels read, which live as long;
+    ``makers``: of those ways by which a feature makes bytes travel."""
 
-    def __init__(self, plan: Plan, group: Group, tables: list[Tensor]) -> None:
-        self._plan, self._group, self._tables = plan, group, tables
+    def __init__(self, plan: Plan, group: Group, tables: list[Tensor], makers: Mapping[Way, MakeRoute] = {}) -> None:
+        self.plan, self.group, self.tables, self._makers = plan, group, tables, makers
         self._made: dict[Hop, Route] = {}
         self._to_gather: dict[tuple[bool, bool], tuple[Hop, ...]] = {}  # by what decides it: all buckets are alike
-        self.shards = Shards(group.shard)
+        # of weights that a rank gathers when it likes: made here, since two threads use it
+        self.shards = self._of(Hop(Way.SHARDS, Level.ALL)) if self.gathers_alone else Route()
 
     @property
     def gathers_alone(self) -> bool:
         """Whether a rank may gather sharded weights when others don't: it reads their shards (`Shards`)."""
-        return reads_shards(self._plan)
+        return reads_shards(self.plan)
 
     def to_reduce(self, hop: int) -> Route:
         """The route of this hop of a reduction."""
-        return self._of(self._plan.hops[hop])
+        return self._of(self.plan.hops[hop])
 
     def gather(
         self, bucket: Bucket, whole: Tensor, shard: Tensor, scratch: Tensor | None = None, base: Tensor | None = None
     ) -> None:
         """``whole`` [P] <- the weights of a bucket, hop by hop; without ``scratch`` exactly. Else as `Route.gather`."""
-        in_shards, is_exact = self._plan.is_sharded(bucket), scratch is None
+        in_shards, is_exact = self.plan.is_sharded(bucket), scratch is None
         if (in_shards, is_exact) not in self._to_gather:
-            self._to_gather[in_shards, is_exact] = hops_to_gather(self._plan, bucket, is_exact=is_exact)
+            self._to_gather[in_shards, is_exact] = hops_to_gather(self.plan, bucket, is_exact=is_exact)
         hops = self._to_gather[in_shards, is_exact]
         for hop in hops:
-            part = whole if hop is hops[-1] else whole[slice(*bucket.layout.host_range(self._group.shard.rank))]
-            route = self.shards if in_shards and hop.way is Way.MEMORY else self._of(hop)
-            route.gather(bucket, part, shard, scratch, base)
+            part = whole if hop is hops[-1] else whole[slice(*bucket.layout.host_range(self.group.shard.rank))]
+            self._of(hop).gather(bucket, part, shard, scratch, base)
             shard = part
 
     def _of(self, hop: Hop) -> Route:
@@ -282,22 +159,24 @@ class Routes:
         return self._made[hop]
 
     def _make(self, hop: Hop) -> Route:
-        sharers, plan = self._group.shard, self._plan
+        if hop.way in self._makers:
+            return self._makers[hop.way](self, hop)
+        sharers, plan = self.group.shard, self.plan
         match hop.way:
             case Way.ALONE:
                 return Alone()
-            case Way.MEMORY:
-                return Memory(sharers)
-            case Way.ENCODED:
-                return Encoded(sharers.of_level(hop.among), plan, sharers.rank, self._tables)
             case Way.REPLICAS:
-                assert self._group.replicas is not None, "the plan has replicas"
-                return Replicas(self._group.replicas)
+                assert self.group.replicas is not None, "the plan has replicas"
+                return Replicas(self.group.replicas)
             case Way.MESSAGES:
                 return Messages(sharers.of_level(hop.among), hop, is_native=plan.reduce == "native")
+        raise AssertionError(f"zc.compile has handed over no way to travel by {hop.way.value}")
 
 
-def _add(total: Sum, rows: Tensor, bucket: Bucket, *, keeps_rows: bool = True) -> None:
+MakeRoute = Callable[[Routes, Hop], Route]
+
+
+def add_rows(total: Sum, rows: Tensor, bucket: Bucket, *, keeps_rows: bool = True) -> None:
     """``total`` [n] <- the sum of rows [ranks, n] in rank order, in the accumulator's dtype. A sum that travels on may
     be narrower. Without ``keeps_rows`` they are undefined afterwards."""
     out = total.out

@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 from zc.engine.clock import Waited
-from zc.report.summary import megabytes
+from zc.errors import megabytes
 from zc.report.timeline import Arrow, Box, Timeline, color_class, lanes
 
 WIDTH, LANE, BOX, LEFT, MEMORY, BAND = 1160, 34, 22, 90, 70, 48  # pixels

@@ -13,10 +13,8 @@ from zc.engine.accumulators import Acc
 from zc.engine.program import Program
 from zc.errors import PlanError
 from zc.offload.host_step import HostStep
-from zc.passes.write_in_place import nbytes_in_place
 from zc.planning.hops import Way, hops_to_gather
 from zc.planning.plan import Bucket, Plan
-from zc.planning.wire import BLOCK, exact_numel
 from zc.registry import persistent_nbytes, sharded
 from zc.report import last_step, residency, summary
 from zc.report.html import BucketBar, page
@@ -164,7 +162,7 @@ def _ways(plan: Plan) -> str:
     words = {True: "read from the other ranks' memory", False: "messages"}
 
     def gathered(bucket: Bucket) -> bool:
-        return any(hop.way is Way.MEMORY for hop in hops_to_gather(plan, bucket))
+        return any(hop.way in (Way.MEMORY, Way.SHARDS) for hop in hops_to_gather(plan, bucket))
 
     gathers = gathered(plan.buckets[0])
     inside = f"reductions: {words[plan.hops[0].way is Way.MEMORY]}; gathers of weights: {words[gathers]}; "
@@ -181,13 +179,16 @@ def _ways(plan: Plan) -> str:
 
 def _encoded(plan: Plan) -> list[str]:
     """What travels in fewer bits, and what does not."""
-    ways = [f"gradients in {plan.reduce_bits} bits"] if plan.reduce_bits else []
+    gradients, weights = plan.reduce_encoding, plan.gather_encoding
+    ways = [f"gradients in {gradients.bits} bits"] if gradients is not None else []
     how = "weights in" if plan.placement.shards_weights else "weights as differences of"
-    ways += [f"{how} {plan.gather_bits} bits"] if plan.gather_bits else []
-    if not ways:
+    ways += [f"{how} {weights.bits} bits"] if weights is not None else []
+    encoding = gradients or weights
+    if encoding is None:
         return []
     where = "between hosts" if plan.topology.has_levels else "between ranks"
-    return [f"{where} {' and '.join(ways)}, a scale per {BLOCK} elements; {exact_numel(plan):,} elements exact"]
+    exact = encoding.exact_numel(plan)
+    return [f"{where} {' and '.join(ways)}, a scale per {encoding.block} elements; {exact:,} elements exact"]
 
 
 def _optimizers(runtime: Runtime, kinds: list[str]) -> str:
@@ -279,6 +280,6 @@ def _verdict(program: Program) -> str:
     counts = ", ".join(f"{name} {n}" for name, n in counts_of(program.graph).items())
     verdict = "races 0, redundant 0" if summary.is_proved(program) else "NOT VERIFIED"
     seconds = sum(r.seconds for r in program.records)
-    in_place, total = nbytes_in_place(program.graph, program.plan)
+    in_place, total = summary.nbytes_in_place(program.graph, program.plan)
     share = f"gradients made in place: {in_place:,} of {total:,} bytes"
     return f"run {program.num_runs} times; {counts}; {verdict}; passes took {seconds * 1e3:.1f} ms; {share}"

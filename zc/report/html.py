@@ -10,8 +10,9 @@ import html
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from zc.errors import megabytes
 from zc.report.drawing import COLORS, LEAST_NBYTES, STYLE, draw, legend
-from zc.report.summary import Summary, megabytes
+from zc.report.summary import Summary
 from zc.report.timeline import Timeline
 
 _PAGE = """

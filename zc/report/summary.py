@@ -5,10 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from torch import fx
+
 from zc import torch_private
 from zc.engine.program import Program
+from zc.errors import megabytes
 from zc.planning.nbytes import of_ddp
+from zc.planning.plan import Plan
 from zc.registry import persistent_nbytes, sharded
+from zc.schedule.nodes import ops
+from zc.schedule.spec import Deposit, WgradInto, Write
 
 if TYPE_CHECKING:
     from torch import nn
@@ -43,9 +49,19 @@ class Summary:
         return f"{fell} {', '.join(figures)}."
 
 
-def megabytes(nbytes: float) -> str:
-    """In the unit that gives at least one digit before the point."""
-    return f"{nbytes / 1e9:,.1f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:,.1f} MB"
+def nbytes_in_place(graph: fx.Graph, plan: Plan) -> tuple[int, int]:
+    """Bytes, in the dtype of the buffer they go to, of the gradients that a schedule makes in place, and of all that it
+    writes or deposits. Each byte made in place saves reading it once and writing it once more."""
+    in_place = total = 0
+    for _, op in ops(graph):
+        if not isinstance(op, Write | Deposit):
+            continue
+        bucket = plan.buckets[op.bucket]
+        dtype = bucket.reduce_dtype if plan.placement.shards_gradients else bucket.acc_dtype
+        nbytes = sum(bucket.slots[k].numel for k in op.slots) * dtype.itemsize
+        total += nbytes
+        in_place += nbytes if isinstance(op, WgradInto) else 0
+    return in_place, total
 
 
 def schedules(runtime: Runtime) -> list[Program]:

@@ -1,0 +1,45 @@
+"""Puts the features of a model together: what `zc.compile` hands to its ranks and its engine, which import none of
+it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from zc.engine import owners, weight_operations
+from zc.engine.features import Features
+from zc.passes.pipeline import pipelines
+from zc.planning.hops import Way
+from zc.ranks.by_memory import by_memory
+from zc.ranks.control import Parts
+from zc.ranks.encoded import encoded
+from zc.ranks.hosts import find_hosts
+from zc.ranks.routes import MakeRoute
+from zc.ranks.watch import Watch
+
+if TYPE_CHECKING:
+    from zc.config import Config
+    from zc.planning.plan import Plan
+
+# one line for each feature: without it the rest works
+RANKS = Parts(
+    find_hosts=find_hosts,
+    watch_of=Watch.of_this_process,
+)
+ROUTES: dict[Way, MakeRoute] = {
+    Way.ENCODED: encoded,
+    Way.MEMORY: by_memory,
+    Way.SHARDS: by_memory,
+}
+
+
+def features_of(plan: Plan, config: Config) -> Features:
+    """Those of a model with this plan."""
+    from zc.weights import make_weights  # late: these are the longest chains of imports
+
+    return Features(
+        pipelines(in_place=config.write_in_place, prove=config.verify, windows=bool(plan.sharded)),
+        make_weights,
+        {**owners.OPERATIONS, **weight_operations.OPERATIONS},
+        owners.gather_whole,
+        ROUTES,
+    )
