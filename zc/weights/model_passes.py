@@ -7,10 +7,10 @@ are absent (`zc.weights.param`), except inside `zc.whole_parameters`.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -176,20 +176,3 @@ class ModelPasses(Part):
         """The weights are new."""
         self._num_passes, self._is_trial = 0, False
 
-
-def forward_of(passes: ModelPasses, call: Callable[..., Any]) -> Callable[..., Any]:
-    """``call``, the model's forward, inside `ModelPasses.forward`."""
-    reference = weakref.ref(passes)
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        alive = reference()
-        if alive is None:
-            return call(*args, **kwargs)
-        with alive.forward():
-            output = call(*args, **kwargs)
-        alive.hook_outputs(output)
-        return output
-
-    # a caller who compiles more than the model gets a graph break here; the model's own graphs stay as they are
-    disabled: Callable[..., Any] = torch.compiler.disable(run)  # type: ignore[no-untyped-call]
-    return disabled

@@ -11,6 +11,7 @@ import sys
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +24,7 @@ from zc.engine.owners import spread_run
 from zc.engine.part import weakly
 from zc.engine.program import Program
 from zc.errors import ZcError
-from zc.weights.model_passes import ModelPasses, forward_of
+from zc.weights.model_passes import ModelPasses
 from zc.weights.param import ManagedParams, give_bytes
 from zc.weights.state_dicts import StateDicts
 from zc.weights.weight_uses import WeightUses
@@ -45,8 +46,14 @@ class ShardedWeights(Weights):
     def __init__(self, core: Core) -> None:
         super().__init__(core)
         core.accumulators.on_take = self.take
-        self._hooked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._states = StateDicts(self)
+        self._states = states = StateDicts(self)
+        self._on_modules = [
+            ("register_forward_pre_hook", torch_private.only_eager(weakly(self._before_module))),
+            ("register_state_dict_pre_hook", weakly(states.begin_read)),
+            ("register_state_dict_post_hook", weakly(states.end_read)),
+            ("register_load_state_dict_pre_hook", weakly(states.begin_load)),
+            ("register_load_state_dict_post_hook", weakly(states.end_load)),
+        ]
         self.managed = ManagedParams(self, core.plan.why_sharded)
         self._uses = WeightUses(core)
         self.whole = WholeParams(core, self._programs)
@@ -145,33 +152,22 @@ class ShardedWeights(Weights):
             self.whole.make_params(own)
 
     def install_hooks(self, model: nn.Module) -> None:
-        """A module that runs eagerly has whole parameters first. Also for modules that came since the last call."""
-        hook = torch_private.only_eager(weakly(self._before_module))
-        states = self._states
-        begin_read, end_read = weakly(states.begin_read), weakly(states.end_read)
-        begin_load, end_load = weakly(states.begin_load), weakly(states.end_load)
-        for module in model.modules():
-            if module not in self._hooked:
-                self._hooked.add(module)
-                self.hooks += [
-                    module.register_forward_pre_hook(hook),
-                    module.register_state_dict_pre_hook(begin_read),  # type: ignore[no-untyped-call]
-                    module.register_state_dict_post_hook(end_read),  # type: ignore[no-untyped-call]
-                    module.register_load_state_dict_pre_hook(begin_load),  # type: ignore[no-untyped-call]
-                    module.register_load_state_dict_post_hook(end_load),  # type: ignore[no-untyped-call]
-                ]
+        super().install_hooks(model)
         self.passes.make_absent()
 
-    def note_growth(self, model: nn.Module) -> None:
-        self.install_hooks(model)
-
     def call_of(self, module: nn.Module, call: Callable[..., Any] | None) -> Callable[..., Any]:
-        """The forward is inside a pass."""
-        return forward_of(self.passes, call or torch_private.plain_call(module))
+        """Also a forward that is not compiled."""
+        return self._inside(call or torch_private.plain_call(module))
+
+    def forward(self) -> AbstractContextManager[None]:
+        return self.passes.forward()
+
+    def note_output(self, output: object) -> None:
+        self.passes.hook_outputs(output)
 
     @property
     def around_block(self) -> Callable[[Places], AbstractContextManager[None]]:
-        return self.plain
+        return partial(ShardedWeights.plain, weakref.proxy(self))
 
     def read(self, params: Iterable[nn.Parameter], why: str) -> None:
         self.whole.make_params(params, why)
@@ -304,15 +300,11 @@ class ShardedWeights(Weights):
     def published(self, buckets: Sequence[int]) -> None:
         """The shards of ``buckets`` have their new values: all ranks may gather them."""
         core = self.core
-        self.core.accumulators.open_shards()
+        self.open_shards()
         self.passes.end_update()
         self.whole.end_update()
-        params = [param for index in buckets for _, param in core.params_in(core.plan.buckets[index])]
-        torch.autograd.graph.increment_version(params)
         frozen = [bucket.index for bucket in core.plan.frozen if bucket.index in self.whole.buckets]
-        eager = [param for index in frozen for _, param in core.params_in(core.plan.bucket(index))]
-        torch.autograd.graph.increment_version(eager)
-        # a backward through a forward of before fails by these versions, as in PyTorch
+        super().published([*buckets, *frozen])
         self.managed.end_views()
         self.whole.say_kept_views(buckets)
         self.whole.free([*buckets, *frozen])
@@ -337,7 +329,7 @@ class ShardedWeights(Weights):
         self.synchronize()
         core.streams.join_main()
         self.whole.refuse_others()
-        self.core.accumulators.close_shards()
+        core.accumulators.close_shards()
         self.whole.adopt()
 
     def adopt_writes(self) -> None:
@@ -348,10 +340,9 @@ class ShardedWeights(Weights):
         self.whole.refuse_others()
         self.core.accumulators.close_shards()
         self.whole.adopt()
-        self.core.accumulators.open_shards()
+        self.open_shards()
 
     def open_shards(self) -> None:
-        """The shards have their first values: all ranks may read them."""
         self.core.accumulators.open_shards()
 
     def make_whole(self) -> None:

@@ -6,11 +6,19 @@ that of the pass before. So the gathers of a pass are planned, proved, and run p
 (`zc.planning.residency`)::
 
     pass before     (3,) (2,) (1,) () (1,) (2,) (3,) ()      forward, then backward
-    piece 0         gather 3, gather 2, read 3
-    piece 1         free 3, gather 1, read 2
+
+       comm | gather(3, "arena[0]", src="weight[3]", extent=(0, 4096))          piece 0
+       comm | gather(2, "arena[0]", src="weight[2]", extent=(4096, 8192))
+    compute | read_weights("arena[0]", 0, (3,), spans=((0, 4096),))
+    compute | free_weights(3, "arena[0]", 0, 4096)                              piece 1
+       comm | gather(1, "arena[0]", src="weight[1]", extent=(0, 4096))
+    compute | read_weights("arena[0]", 1, (2,), spans=((4096, 8192),))
     ...
 
-A pass with another order goes on right and slower: from there on each use gathers its own buckets when it comes.
+Between two pieces run the graphs that read: schedules of their own, on the same streams, which touch neither the arena
+nor the shards. They add order and take none away, so the proof of all pieces in a row holds for them. Their events have
+other names. A pass with another order goes on right and slower: from there on each use gathers its own buckets when it
+comes.
 """
 
 from __future__ import annotations
@@ -19,18 +27,39 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from torch import fx
 
 from zc.engine.part import Part
 from zc.engine.program import Program
-from zc.passes.weights_schedule import PREFIX, weights_graph
 from zc.planning.layout import ALIGN_NBYTES, align_up
 from zc.planning.plan import Plan
 from zc.planning.residency import Extent, Residency, Uses, plan_residency
+from zc.schedule.buffer import Buffer
+from zc.schedule.nodes import put
+from zc.schedule.spec import FreeWeights, ReadWeights, gather_node
 
 if TYPE_CHECKING:
     from zc.engine.core import Core
 
+ARENA = Buffer("arena", 0)
+PREFIX = "w"  # of the names of a pass's events
 MAX_ORDERS = 16  # of passes, planned ahead; further ones gather as they come
+
+
+def weights_graph(plan: Plan, residency: Residency) -> fx.Graph:
+    """The gathers, reads and frees of a plan of residency, in its order. ``meta["uses"]`` of the output tells the proof
+    which buckets each use reads."""
+    graph = fx.Graph()
+    for use, piece in enumerate(residency.pieces):
+        for bucket, start, stop in piece.frees:
+            put(graph, FreeWeights(bucket, ARENA, start, stop))
+        for bucket, start, stop in piece.gathers:
+            put(graph, gather_node(plan, bucket, ARENA, (start, stop)))
+        if use < len(residency.uses):
+            spans = tuple((start, stop) for _, start, stop in piece.reads)
+            put(graph, ReadWeights(ARENA, use, tuple(bucket for bucket, _, _ in piece.reads), spans=spans))
+    graph.output(()).meta["uses"] = residency.uses
+    return graph
 
 
 class PlannedPass(NamedTuple):
