@@ -87,7 +87,7 @@ class Block:
         return name if path is None else f"{member}.{path}"
 
 
-Context = Callable[[Places], contextlib.AbstractContextManager[None]]
+Context = Callable[[Places], contextlib.AbstractContextManager[object]]
 
 
 def compile_blocks(

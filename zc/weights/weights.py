@@ -139,7 +139,7 @@ class Weights(Part):
         """The model's forward has returned this."""
 
     @property
-    def around_block(self) -> Callable[[Places], AbstractContextManager[None]] | None:
+    def around_block(self) -> Callable[[Places], AbstractContextManager[object]] | None:
         """The context in which what is compiled by itself runs, for the places of its parameters; None: there is
         none. It holds the weights weakly."""
         return None
@@ -272,7 +272,7 @@ class Weights(Part):
 
     # --- the end ---
 
-    def make_whole(self) -> None:
+    def unshard(self) -> None:
         """All ranks call it at the end: parameters have their values and all their bytes."""
 
     def let_go(self) -> None:
