@@ -25,7 +25,7 @@ def test_bytes_between_two_steps(way: str, backend: str, nbytes: float) -> None:
 
 @pytest.mark.parametrize(
     ("key", "value", "is_alike"),
-    [("persistent", 1009, True), ("persistent", 1011, False), ("transient", 490, False), ("graphs", 4, False),
+    [("persistent", 1009, True), ("persistent", 1011, False), ("transient", 511, False), ("graphs", 4, False),
      ("breaks", 1, False), ("first_ms", 90.0, True), ("step_ms", 2.0, True)],
 )  # fmt: skip
 def test_what_is_alike(key: str, value: float, is_alike: bool) -> None:

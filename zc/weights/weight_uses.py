@@ -75,8 +75,7 @@ class WeightUses(Part):
 
     def __init__(self, core: Core) -> None:
         super().__init__(core)
-        self._singles: dict[Uses, PlannedPass] = {}  # of one use each
-        self._passes: dict[Uses, PlannedPass] = {}
+        self._known: dict[Uses, PlannedPass] = {}  # with those of one use, which gathers as it comes
         self._order: list[tuple[int, ...]] = []  # uses of the pass so far
         self._expected: dict[int, Uses] = {}  # by the number of the pass in its update; -1: without gradients
         self._number = 0  # of the pass that runs
@@ -88,31 +87,31 @@ class WeightUses(Part):
     @property
     def planned(self) -> list[PlannedPass]:
         """Those so far, for explain."""
-        return list(self._passes.values())
+        return [planned for uses, planned in self._known.items() if len(uses) > 1]
 
     @property
     def clocked(self) -> list[Program]:
         """What a clocked step may have run: these, and single uses."""
-        return [planned.program for planned in (*self._passes.values(), *self._singles.values())]
+        return [planned.program for planned in self._known.values()]
 
     def begin(self, number: int) -> None:
         """The ``number``-th pass of an update begins; -1: one without gradients."""
         self._number = number
         expected = self._expected.get(number) or self._expected.get(number - 1 if number > 0 else 0)
-        if expected is not None and (expected in self._passes or len(self._passes) < MAX_ORDERS):
-            self._start(expected, self._passes)
+        if expected is not None and (expected in self._known or len(self.planned) < MAX_ORDERS):
+            self._start(expected)
 
     def next(self, buckets: tuple[int, ...]) -> Sequence[Extent]:
         """The next use: runs the piece before it, and returns where it reads."""
         core, planned = self.core, self._planned
         if planned is None or self._position >= len(planned.uses) or planned.uses[self._position] != buckets:
-            if planned is not None and planned.uses in self._passes and self._position < len(planned.uses):
+            if planned is not None and self._position < len(planned.uses) > 1:
                 core.say_once(
                     f"{core.plan.why_sharded}: a forward or backward read other weights than the one before it, or in "
                     "another order: there it gathers each bucket when it is read, not ahead"
                 )
             self._close()
-            planned = self._start((buckets,), self._singles)
+            planned = self._start((buckets,))
         planned.program.run_piece(self._position, core.streams)
         reads = planned.residency.pieces[self._position].reads
         self._order.append(buckets)
@@ -131,8 +130,7 @@ class WeightUses(Part):
 
     def grow(self) -> None:
         """The plan is about to get more buckets."""
-        self._singles.clear()
-        self._passes.clear()
+        self._known.clear()
         self._expected.clear()
         self._walk = None
 
@@ -152,13 +150,12 @@ class WeightUses(Part):
         program = self.core.build(weights_graph(plan, residency), plan, name=name, prefix=PREFIX)
         return PlannedPass(uses, residency, program)
 
-    def _start(self, uses: Uses, known: dict[Uses, PlannedPass]) -> PlannedPass:
+    def _start(self, uses: Uses) -> PlannedPass:
         core = self.core
         self.num_changes += 1
-        if uses not in known:
-            name = f"weights_{len(self._singles) + len(self._passes)}"
-            known[uses] = self._plan(name, uses, core.plan, core.plan.weight_cap)
-        self._planned, self._position = known[uses], 0
+        if uses not in self._known:
+            self._known[uses] = self._plan(f"weights_{len(self._known)}", uses, core.plan, core.plan.weight_cap)
+        self._planned, self._position = self._known[uses], 0
         with torch.inference_mode(False):
             core.buffers.make_arena(self._planned.residency.nbytes)
         return self._planned
