@@ -3,7 +3,7 @@
 It walks two kinds of graphs in the order of issue. Part (a) shows that the streams keep that order: gathers write the
 bytes that reads and frees read.
 
-A pass's gathers (`zc.passes.weights_schedule`) are a table of what is alive::
+A pass's gathers (`zc.weights.weight_uses`) are a table of what is alive::
 
     gather(3, "arena[0]", src="weight[3]", extent=(0, 4096))    alive: 3 in [0, 4096)
     read_weights("arena[0]", 0, (3,), spans=((0, 4096),))       3 is there, in that extent

@@ -36,7 +36,7 @@ ARROWS = {
 CORE = ("planning", "schedule", "passes", "engine", "compiler", "ranks", "optim")
 WINGS = {
     "weights": "zc.weights zc.meta zc.planning.residency zc.planning.frozen zc.passes.window_weights "
-               "zc.passes.residency zc.passes.weights_schedule zc.engine.weight_operations",
+               "zc.passes.residency zc.engine.weight_operations",
     "host": "zc.ranks.links zc.ranks.memory zc.ranks.neighbours zc.ranks.hosts zc.ranks.by_memory",
     "wire": "zc.planning.wire zc.ranks.encoded",
     "watch": "zc.ranks.watch zc.ranks.verdicts",

@@ -117,7 +117,7 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
     Overlap:
         overlap: False runs the reductions on the compute stream.
         overlap_gather: step() returns with the all-gathers launched. In the next compiled forward each block waits for
-            its own weights (`zc.weights.forward_waits`); an earlier read of a parameter waits for that parameter
+            its own weights (`zc.weights.overlapped`); an earlier read of a parameter waits for that parameter
             (`zc.weights.param`). While the program keeps a view, ``p.data`` or an array of one, step() waits as
             without the option. Opt-in: zc does not see reads by a C++ extension outside of blocks that takes tensors
             past torch's dispatch; call `synchronize` before one. Stage 3 gathers while forward and backward run, with

@@ -48,7 +48,7 @@ def close(model: nn.Module) -> None:
             runtime.clear(set_to_none=True)  # after a backward that raised here, others wait for the agreed reductions
             runtime.streams.synchronize()
             runtime.weights.synchronize()
-            runtime.weights.make_whole()
+            runtime.weights.unshard()
         runtime.group.close()
     finally:
         _make_plain(model, compiled)

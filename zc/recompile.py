@@ -81,7 +81,7 @@ def _recompile(model: nn.Module, compiled: ShardedModel) -> None:
     compiled.leave(left)
     compiled.adopt(buckets)
     find_again(runtime.block_places)
-    weights.note_growth(model)
+    weights.install_hooks(model)
     frozen = {n: p for n, p in model.named_parameters() if runtime.params.get(n) is not p}
     known = {id(param) for param in runtime.frozen.values()}
     own = left_to_ranks(model)

@@ -533,20 +533,6 @@ def call_after(before: Callable[[], None], call: Callable[..., Any]) -> Callable
     return start
 
 
-def call_inside(
-    around: Callable[[], contextlib.AbstractContextManager[object]], call: Callable[..., Any]
-) -> Callable[..., Any]:
-    """A function that calls ``call`` inside ``around()``, which is not compiled. A caller who compiles more than
-    ``call`` gets a graph break here."""
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with around():
-            return call(*args, **kwargs)
-
-    disabled: Callable[..., Any] = torch.compiler.disable(run)  # type: ignore[no-untyped-call]
-    return disabled
-
-
 def not_compiled_alone(function: _F) -> _F:
     """Dynamo does not compile a call of ``function`` as a frame of its own, as it does with each call inside a frame
     that it skips. Where it traces a caller, it goes through as ever. (``torch._dynamo.decorators.skip_code``, which

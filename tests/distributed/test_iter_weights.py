@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,42 @@ def room(rank: int, world_size: int) -> tuple[int, int]:
 def test_at_most_two_units_are_whole() -> None:
     for most, two_units in run_ranks(room, 2):
         assert 0 < most <= two_units
+
+
+# --- averages, as docs/recipes.md keeps them ---
+
+
+def averaged(rank: int, world_size: int, options: dict[str, Any] | None) -> dict[str, torch.Tensor]:
+    """Job: rank 0's average of the weights of three updates; without ``options`` of plain PyTorch."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    if options is not None:
+        zc.compile(net, optimizer, backend="eager", bucket_nbytes=40, **options)
+
+    def weights() -> Iterable[tuple[str, torch.Tensor]]:
+        if options is not None:
+            return zc.iter_weights(net, ranks=[0])
+        return [(name, value.clone()) for name, value in net.state_dict().items()] if rank == 0 else []
+
+    average = dict(weights())
+    for step in range(3):
+        net(torch.linspace(-1, 1 + step, 12).view(3, 4)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for name, weight in weights():
+            if weight.is_floating_point():
+                average[name].lerp_(weight, 0.5)
+    return average
+
+
+@pytest.mark.parametrize("options", [{"stage": 2, "overlap_gather": True}, {"stage": 3}], ids=str)
+def test_an_average_of_the_weights(options: dict[str, Any]) -> None:
+    got, on_rank_1 = run_ranks(averaged, 2, options)
+    wanted = averaged(0, 2, None)
+    assert not on_rank_1 and got.keys() == wanted.keys()
+    for name, value in wanted.items():
+        torch.testing.assert_close(got[name], value)
 
 
 # --- the copies ---

@@ -1,4 +1,4 @@
-"""overlap_gather in models with blocks, which wait for their weights from call to call (`zc.weights.forward_waits`).
+"""overlap_gather in models with blocks, which wait for their weights from call to call (`zc.weights.overlapped`).
 
 The loops and the oracle, plain PyTorch with an all-reduce of each gradient, are those of test_blocks.py, with more
 ways to read weights outside of the blocks. The comm thread sleeps before each gather (late_gathers.py), so what does
@@ -21,7 +21,7 @@ from tiers import FULL
 from torch import Tensor, nn
 
 import zc
-from zc.weights.forward_waits import ForwardWaits
+from zc.weights.overlapped import OverlappedWeights
 
 LATE = 0.01
 
@@ -77,7 +77,8 @@ def test_late_gathers_change_no_bit(stage: int, size: str) -> None:
 
 def test_late_gathers_change_no_bit_of_what_stands_outside_of_blocks() -> None:
     """A bucket holds a part of a block, and the head is gathered last."""
-    assert run_ranks(compared, 2, ["plain", *list(OUTSIDE)[:: 1 if FULL else 2]], 2, "parts", "aot_eager", timeout=400.0) == [[], []]
+    names = list(OUTSIDE)[:: 1 if FULL else 2]
+    assert run_ranks(compared, 2, ["plain", *names], 2, "parts", "aot_eager", timeout=400.0) == [[], []]
 
 
 def test_late_gathers_change_no_bit_under_inductor() -> None:
@@ -106,19 +107,19 @@ def test_without_the_waits_late_gathers_show() -> None:
 def seen_in_blocks() -> Iterator[list[list[int]]]:
     """Yields, for each call of a block, the buckets for which nobody has waited when it begins."""
     seen: list[list[int]] = []
-    plain_block = ForwardWaits.block
+    plain_block = OverlappedWeights.block
 
     @contextlib.contextmanager
-    def block(self: ForwardWaits, places: Any) -> Iterator[None]:
+    def block(self: OverlappedWeights, places: Any) -> Iterator[None]:
         with plain_block(self, places):
-            seen.append(sorted(self._gather._in_flight))
+            seen.append(sorted(self._in_flight))
             yield
 
-    ForwardWaits.block = block  # type: ignore[method-assign, assignment]
+    OverlappedWeights.block = block  # type: ignore[method-assign, assignment]
     try:
         yield seen
     finally:
-        ForwardWaits.block = plain_block  # type: ignore[method-assign]
+        OverlappedWeights.block = plain_block  # type: ignore[method-assign]
 
 
 def steps(rank: int, world_size: int, name: str) -> tuple[list[list[int]], list[list[int]]]:

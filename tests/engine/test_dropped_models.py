@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from zc.engine.accumulators import Accumulators
 from zc.ranks.process_groups import ProcessGroups
 
 
-def assert_freed(params: list[weakref.ref[nn.Parameter]]) -> None:
+def assert_freed(params: list[weakref.ref[Any]]) -> None:
     """The comm stream's thread may still work for the model."""
     for _ in range(500):
         gc.collect()
@@ -71,6 +72,31 @@ def test_a_model_whose_step_raised_is_freed(stage: int) -> None:
         return [weakref.ref(param) for param in model.parameters()]
 
     assert_freed(program())
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.linear(x))
+
+
+@pytest.mark.parametrize("options", [{"stage": 3}, {"stage": 2, "overlap_gather": True}], ids=str)
+def test_a_block_that_outlives_its_model_keeps_no_weights(options: dict[str, Any]) -> None:
+    """Its call runs inside a context of the model's weights, which have all buckets."""
+
+    def program() -> tuple[nn.Module, weakref.ref[nn.Parameter], weakref.ref[Any]]:
+        torch._dynamo.reset()
+        model = nn.Sequential(*(Block() for _ in range(4)))
+        zc.compile(model, optimizer := torch.optim.SGD(model.parameters()), backend="aot_eager", **options)
+        train(model, optimizer)
+        assert registry.sharded(model).runtime.plan.kinds
+        return model[0], weakref.ref(model[1].linear.weight), weakref.ref(registry.sharded(model).runtime.weights)
+
+    _block, other, weights = program()
+    assert_freed([other, weights])
 
 
 def test_a_model_whose_lane_has_failed_is_freed() -> None:

@@ -19,7 +19,6 @@ from zc.config import Config
 from zc.passes.pipeline import examine, verify
 from zc.passes.runner import run_passes
 from zc.passes.scheduling import scheduling
-from zc.passes.weights_schedule import PREFIX, weights_graph
 from zc.planning.hops import reads_shards
 from zc.planning.packing import ParamSpec, make_plan
 from zc.planning.plan import Plan
@@ -28,6 +27,7 @@ from zc.planning.topology import Topology, flat
 from zc.schedule.codegen import load
 from zc.schedule.nodes import ops
 from zc.schedule.spec import Gather
+from zc.weights.weight_uses import PREFIX, weights_graph
 
 pytestmark = pytest.mark.check
 NUM_CASES = 20 if FULL else 8

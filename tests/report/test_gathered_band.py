@@ -17,7 +17,6 @@ from zc.engine.clock import ClockedStep, Span
 from zc.engine.program import Program, build
 from zc.passes.pipeline import PARTS
 from zc.passes.scheduling import scheduling
-from zc.passes.weights_schedule import PREFIX, weights_graph
 from zc.planning.packing import ParamSpec, make_plan
 from zc.planning.plan import Plan
 from zc.planning.residency import Uses, plan_residency
@@ -27,6 +26,7 @@ from zc.report.drawing import draw
 from zc.report.timeline import Timeline, measured
 from zc.schedule.nodes import op_of, steps, stream_of
 from zc.schedule.spec import FreeWeights, Gather, ReadWeights, Sync
+from zc.weights.weight_uses import PREFIX, weights_graph
 
 
 def plan_of(sizes: tuple[int, ...], cap: int) -> Plan:

@@ -183,7 +183,7 @@ def _compile_after_gathers(origin: Origin, traced: Traced) -> Any:
     elif origin.block is None:
         names = [name for name in origin.names if name is not None]
     whole = _compile_whole(origin, traced)
-    if origin.block is not None:  # `ForwardWaits.block` runs around it
+    if origin.block is not None:  # `OverlappedWeights.block` runs around it
         return whole
     wait = runtime.weights.waiting_for(names)
 

@@ -106,7 +106,7 @@ class Block:
         return rebased(template.graph, template.plan, renamed, moves, turn)
 
 
-Context = Callable[[Places], contextlib.AbstractContextManager[None]]
+Context = Callable[[Places], contextlib.AbstractContextManager[object]]
 
 
 def compile_blocks(

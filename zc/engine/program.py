@@ -28,7 +28,7 @@ CompileSegment = Callable[[fx.GraphModule], Segment]
 @dataclass
 class Program:
     """A schedule and what explain tells of it; a call runs it once. ``pieces``: what runs it, as `codegen.load` gives
-    it. Most have one piece; between those of a pass's gathers (`zc.passes.weights_schedule`) other schedules run."""
+    it. Most have one piece; between those of a pass's gathers (`zc.weights.weight_uses`) other schedules run."""
 
     name: str
     graph: fx.Graph

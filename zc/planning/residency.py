@@ -122,7 +122,7 @@ class _Planner:
             if other != _NEVER:
                 self._bring(other, {*use, *self.uses[other]}, partly=True)
                 self._move(other, use)
-            self._look_ahead(k)
+            self._prefetch(k)
             reads = tuple(self._extent(self.live[b]) for b in use)
             pieces.append(Piece(tuple(self.frees), tuple(self.gathers), reads))
             peak = max(peak, sum(self.nbytes[b] for b in self.live))
@@ -186,7 +186,7 @@ class _Planner:
     def _restore(self, state: _State) -> None:
         self.live, self.order, self.frees, self.gathers, self.ahead = state
 
-    def _look_ahead(self, k: int) -> None:
+    def _prefetch(self, k: int) -> None:
         """Gathers what later uses read into holes, in the order of the uses, until one does not fit."""
         self.ahead = max(self.ahead, k + 1)
         while self.ahead < len(self.uses):

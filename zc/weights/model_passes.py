@@ -7,10 +7,10 @@ are absent (`zc.weights.param`), except inside `zc.whole_parameters`.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -37,7 +37,7 @@ class ModelPasses(Part):
         self._num_passes = 0  # with gradients, since the last update
         self._task = -1  # autograd's number of the backward that runs
         self._depth = 0  # forwards of the model inside one another
-        self.is_exposed = False  # inside zc.whole_parameters
+        self.is_unsharded = False  # inside zc.whole_parameters
         # Dynamo has the whole forward, and finds plain parameters in it; else blocks are compiled one by one, and what
         # is between them runs eagerly
         self.is_one_graph = core.config.backend != "eager" and not core.plan.kinds
@@ -74,7 +74,7 @@ class ModelPasses(Part):
     def forward(self) -> Iterator[None]:
         """The model's forward runs inside: compiled code finds plain parameters."""
         core = self.core
-        is_outer = self._depth == 0 and not self.is_exposed
+        is_outer = self._depth == 0 and not self.is_unsharded
         breaks = torch_private.graph_breaks()
         if is_outer:
             core.unset.check("a forward")
@@ -83,7 +83,7 @@ class ModelPasses(Part):
             if self.is_one_graph:
                 if self.may_break:
                     self._is_trial = True
-                    self._whole.make(core.sharded_buckets)
+                    self._whole.unshard(core.sharded_buckets)
                 self.managed.release()
         before, has_grad = set(self._whole.buckets), torch.is_grad_enabled()
         self._depth += 1
@@ -99,7 +99,7 @@ class ModelPasses(Part):
                     self._is_first = False
                 if not has_grad:
                     self.end()
-                    self._whole.free_unwritten(self._whole.buckets - before)
+                    self._whole.reshard_unwritten(self._whole.buckets.keys() - before)
                     core.buffers.drop_arena()
                 self.make_absent()
 
@@ -117,22 +117,22 @@ class ModelPasses(Part):
 
         breaks_before = num_breaks()
 
-        def make_whole() -> None:
-            self._whole.make_for("code that Dynamo compiles anew may read", everything)
+        def unshard() -> None:
+            self._whole.unshard_for("code that Dynamo compiles anew may read", everything)
 
         def before() -> None:
             if core.accumulators.routes.gathers_alone:
-                make_whole()
+                unshard()
 
         def after() -> None:
             if num_breaks() != breaks_before:  # a frame that is being compiled counts as skipped so far
-                make_whole()
+                unshard()
 
         return torch_private.before_compiling(before, after)
 
     def hook_outputs(self, output: object) -> None:
         """A backward through this output of the forward begins with `begin_backward`."""
-        if not torch.is_grad_enabled() or self.is_exposed or not self.is_one_graph:
+        if not torch.is_grad_enabled() or self.is_unsharded or not self.is_one_graph:
             return
         begin = weakly(self.begin_backward)
         for leaf in torch_private.tensors_in(output):
@@ -141,7 +141,7 @@ class ModelPasses(Part):
 
     def begin_backward(self) -> None:
         """Code that is compiled may run again (activation checkpointing), and finds plain parameters."""
-        if not self.is_exposed and self._depth == 0 and self._task != torch_private.current_graph_task():
+        if not self.is_unsharded and self._depth == 0 and self._task != torch_private.current_graph_task():
             self._task = torch_private.current_graph_task()
             self.managed.release()
             callback = partial(self.end_backward, self._task)
@@ -154,7 +154,7 @@ class ModelPasses(Part):
         if self._task != task:
             return
         self._task = -1
-        if not self.is_exposed and self._depth == 0:
+        if not self.is_unsharded and self._depth == 0:
             self.make_absent()
 
     def make_absent(self) -> None:
@@ -169,27 +169,10 @@ class ModelPasses(Part):
         try:
             yield
         finally:
-            if not self.is_exposed and self._depth == 0:
+            if not self.is_unsharded and self._depth == 0:
                 self.make_absent()
 
     def end_update(self) -> None:
         """The weights are new."""
         self._num_passes, self._is_trial = 0, False
 
-
-def forward_of(passes: ModelPasses, call: Callable[..., Any]) -> Callable[..., Any]:
-    """``call``, the model's forward, inside `ModelPasses.forward`."""
-    reference = weakref.ref(passes)
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        alive = reference()
-        if alive is None:
-            return call(*args, **kwargs)
-        with alive.forward():
-            output = call(*args, **kwargs)
-        alive.hook_outputs(output)
-        return output
-
-    # a caller who compiles more than the model gets a graph break here; the model's own graphs stay as they are
-    disabled: Callable[..., Any] = torch.compiler.disable(run)  # type: ignore[no-untyped-call]
-    return disabled

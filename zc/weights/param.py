@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -258,12 +258,11 @@ def _refuse_view(func: Any, view: AbsentView) -> None:
 def _backward(func: Any, params: list[ManagedParameter], args: Any, kwargs: Any) -> Any:
     """Runs ``backward(inputs=params)``, which reads no element of them, so they are plain parameters meanwhile. Eager
     code of that backward has read its parameters in the forward, so they are whole."""
-    lent = [param for param in params if ManagedParams.lend(param)]
     try:
-        return func(*args, **kwargs)
+        with ManagedParams.lent(params):
+            return func(*args, **kwargs)
     finally:
-        for param in lent:
-            ManagedParams.take_back(param)
+        for param in params:
             _can_read(_DATA.__get__, [param])  # a hook may have written what is whole
 
 
@@ -354,15 +353,22 @@ class ManagedParams:
 
     @staticmethod
     def lend(param: nn.Parameter) -> bool:
-        """Makes it a plain parameter until `take_back`; False if it is one already."""
+        """Makes it a plain parameter until somebody adds it again; False if it is one already."""
         is_managed = type(param) is ManagedParameter
         if is_managed:
             param.__class__ = nn.Parameter
         return is_managed
 
     @staticmethod
-    def take_back(param: nn.Parameter) -> None:
-        param.__class__ = ManagedParameter
+    @contextlib.contextmanager
+    def lent(params: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+        """Inside, these parameters are plain ones. Yields those that were not."""
+        lent = [param for param in params if ManagedParams.lend(param)]
+        try:
+            yield lent
+        finally:
+            for param in lent:
+                param.__class__ = ManagedParameter
 
     def wait_for(self, params: list[ManagedParameter]) -> None:
         if (weights := self._weights()) is not None:

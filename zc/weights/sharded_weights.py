@@ -8,7 +8,6 @@ that is not compiled, buckets become whole (`zc.weights.whole_params`). A forwar
 from __future__ import annotations
 
 import sys
-import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
@@ -23,7 +22,7 @@ from zc.engine.owners import spread_run
 from zc.engine.part import weakly
 from zc.engine.program import Program
 from zc.errors import ZcError
-from zc.weights.model_passes import ModelPasses, forward_of
+from zc.weights.model_passes import ModelPasses
 from zc.weights.param import ManagedParams, give_bytes
 from zc.weights.state_dicts import StateDicts
 from zc.weights.weight_uses import WeightUses
@@ -45,8 +44,14 @@ class ShardedWeights(Weights):
     def __init__(self, core: Core) -> None:
         super().__init__(core)
         core.accumulators.on_take = self.take
-        self._hooked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._states = StateDicts(self)
+        self._states = states = StateDicts(self)
+        self._on_modules = [
+            ("register_forward_pre_hook", torch_private.only_eager(weakly(self._before_module))),
+            ("register_state_dict_pre_hook", weakly(states.begin_read)),
+            ("register_state_dict_post_hook", weakly(states.end_read)),
+            ("register_load_state_dict_pre_hook", weakly(states.begin_load)),
+            ("register_load_state_dict_post_hook", weakly(states.end_load)),
+        ]
         self.managed = ManagedParams(self, core.plan.why_sharded)
         self._uses = WeightUses(core)
         self.whole = WholeParams(core, self._programs)
@@ -65,10 +70,10 @@ class ShardedWeights(Weights):
         # what zc.recompile has moved may have its whole weights on every rank
         asked = {bucket for bucket, _ in places if core.plan.is_sharded(core.plan.bucket(bucket))}
         if torch_private.saved_tensors_are_copied():
-            self.whole.make_for("hooks on what autograd saves may read", asked)
-        buckets = tuple(sorted(asked - self.whole.buckets))
+            self.whole.unshard_for("hooks on what autograd saves may read", asked)
+        buckets = tuple(sorted(asked.difference(self.whole.buckets)))
         # inside zc.whole_parameters there is nothing to gather, and one rank alone may be here
-        extents = () if self.passes.is_exposed else self._uses.next(buckets)
+        extents = () if self.passes.is_unsharded else self._uses.next(buckets)
         at = {extent.bucket: extent.start for extent in extents}
         flat = {b: core.buffers.gathered("arena[0]", core.plan.bucket(b), at[b]) for b in buckets}
         taken = []
@@ -82,25 +87,14 @@ class ShardedWeights(Weights):
         return taken
 
     @contextmanager
-    def plain(self, places: Places) -> Iterator[None]:
-        """Inside, these parameters are of their own class: a compiled block is guarded by it."""
-        lent = [param for _, _, param in places if self.managed.lend(param)]
-        try:
-            yield
-        finally:
-            for param in lent:
-                self.managed.take_back(param)
-
-    @contextmanager
     def with_bytes(self, params: Iterable[nn.Parameter]) -> Iterator[None]:
-        """These parameters have memory of their own inside, on this rank, and nothing defined is in it."""
-        lent = [(param, give_bytes(param)) for param in params if self.managed.lend(param)]
-        try:
-            yield
-        finally:
-            for param, empty in lent:
-                param.data = empty
-                self.managed.take_back(param)
+        with self.managed.lent(params) as lent:
+            empty = [give_bytes(param) for param in lent]
+            try:
+                yield
+            finally:
+                for param, without in zip(lent, empty, strict=True):
+                    param.data = without
 
     @contextmanager
     def leaving(self, moved: Iterable[str], left: Iterable[str]) -> Iterator[None]:
@@ -112,23 +106,24 @@ class ShardedWeights(Weights):
         lost = {name: where[name] for name in left if name in where}
         buckets = {bucket for bucket, _ in (*before.values(), *lost.values())}
         self.adopt_writes()
-        self.whole.make(buckets, is_exact=True)
+        self.whole.unshard(buckets, is_exact=True)
         for name in lost:
             self.managed.lend(core.placed[name])
         yield
         where = core.plan.slot_of()
         self._moved.update({place: where[name] for name, place in before.items()})
-        self.whole.free(core.sharded_buckets if lost else [bucket.index for bucket in core.plan.frozen])
-        self.whole.buckets -= buckets
+        self.whole.reshard(core.sharded_buckets if lost else [bucket.index for bucket in core.plan.frozen])
+        for index in buckets:
+            self.whole.buckets.pop(index, None)
 
     # --- what eager code reads ---
 
     def read_param(self, param: nn.Parameter, is_raw: bool) -> bool:
         """True: it is whole now; False: it can't be."""
-        if self.passes.is_exposed:
+        if self.passes.is_unsharded:
             return True
         if self.passes.is_passing:
-            self.whole.make_params([param])
+            self.whole.unshard_params([param])
         elif self._states.is_reading or not self.whole.was_read(param):
             return False
         if is_raw:
@@ -141,44 +136,35 @@ class ShardedWeights(Weights):
     def _before_module(self, module: nn.Module) -> None:
         """A module runs eagerly."""
         own = list(module.parameters(recurse=False))
-        if own and not self.passes.is_exposed:
-            self.whole.make_params(own)
+        if own and not self.passes.is_unsharded:
+            self.whole.unshard_params(own)
 
     def install_hooks(self, model: nn.Module) -> None:
-        """A module that runs eagerly has whole parameters first. Also for modules that came since the last call."""
-        hook = torch_private.only_eager(weakly(self._before_module))
-        states = self._states
-        begin_read, end_read = weakly(states.begin_read), weakly(states.end_read)
-        begin_load, end_load = weakly(states.begin_load), weakly(states.end_load)
-        for module in model.modules():
-            if module not in self._hooked:
-                self._hooked.add(module)
-                self.hooks += [
-                    module.register_forward_pre_hook(hook),
-                    module.register_state_dict_pre_hook(begin_read),  # type: ignore[no-untyped-call]
-                    module.register_state_dict_post_hook(end_read),  # type: ignore[no-untyped-call]
-                    module.register_load_state_dict_pre_hook(begin_load),  # type: ignore[no-untyped-call]
-                    module.register_load_state_dict_post_hook(end_load),  # type: ignore[no-untyped-call]
-                ]
+        super().install_hooks(model)
         self.passes.make_absent()
 
-    def note_growth(self, model: nn.Module) -> None:
-        self.install_hooks(model)
-
     def call_of(self, module: nn.Module, call: Callable[..., Any] | None) -> Callable[..., Any]:
-        """The forward is inside a pass."""
-        return forward_of(self.passes, call or torch_private.plain_call(module))
+        """Also a forward that is not compiled."""
+        return self._inside(call or torch_private.plain_call(module))
+
+    def forward(self) -> AbstractContextManager[None]:
+        return self.passes.forward()
+
+    def note_output(self, output: object) -> None:
+        self.passes.hook_outputs(output)
 
     @property
-    def around_block(self) -> Callable[[Places], AbstractContextManager[None]]:
-        return self.plain
+    def around_block(self) -> Callable[[Places], AbstractContextManager[object]]:
+        """Inside, its parameters are of their own class: a compiled block is guarded by it."""
+        lent = self.managed.lent  # which holds the weights weakly
+        return lambda places: lent(param for _, _, param in places)
 
     def read(self, params: Iterable[nn.Parameter], why: str) -> None:
-        self.whole.make_params(params, why)
+        self.whole.unshard_params(params, why)
 
     def refuse_without_bytes(self, what: str, module: nn.Module) -> None:
         """Raises ZcError if parameters of ``module`` have no bytes."""
-        if not self.passes.is_exposed and self.whole.any_sharded(module.parameters()):
+        if not self.passes.is_unsharded and self.whole.any_sharded(module.parameters()):
             raise ZcError(
                 f"{what} with {self.managed.why}: a rank has flat shards, and no whole parameter. On all ranks, use "
                 "zc.full_state_dict(model) for whole tensors on rank 0, model.state_dict() for DTensors, "
@@ -194,7 +180,7 @@ class ShardedWeights(Weights):
 
     @property
     def is_unsharded(self) -> bool:
-        return self.passes.is_exposed
+        return self.passes.is_unsharded
 
     def units(self, *, is_wanted: bool) -> Generator[dict[str, Tensor], None, None]:
         """A unit of what is sharded is a bucket, in memory that the next but one takes. All ranks gather them together:
@@ -246,17 +232,16 @@ class ShardedWeights(Weights):
             raise GeneratorExit
 
     def lasting_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        for name, param in self.core.placed.items():
-            yield name, self.whole.lasting(name, param)
+        yield from {**self.core.placed, **self.whole.empty()}.items()
 
     def names_by_storage(self) -> dict[int, str]:
-        """The whole parameters by the number of the storage that each has until it is freed."""
-        return self.whole.names_by_storage()
+        placed = self.core.placed
+        return {torch_private.storage_number(placed[name]): name for name in self.whole.empty()}
 
     @contextmanager
     def unsharded(self) -> Iterator[None]:
         core = self.core
-        if self.passes.is_exposed:
+        if self.passes.is_unsharded:
             yield
             return
         self.synchronize()
@@ -264,18 +249,18 @@ class ShardedWeights(Weights):
         rounded = {index for index in core.sharded_buckets if core.plan.encodes_gathers(core.plan.bucket(index))}
         encoded, pending = before & rounded, self.whole.saved(rounded)  # a backward reads what its forward has read
         self.adopt_writes()
-        self.whole.make(core.sharded_buckets, is_exact=True)
+        self.whole.unshard(core.sharded_buckets, is_exact=True)
         self.managed.release()
-        self.passes.is_exposed = True
+        self.passes.is_unsharded = True
         try:
             yield
         finally:
-            self.passes.is_exposed = False
+            self.passes.is_unsharded = False
             self.synchronize()
             try:
                 self.whole.refuse_others()
                 self.whole.write_shards(before - encoded, pending)
-                self.whole.make(encoded)  # as the forward has read them, for its backward
+                self.whole.unshard(encoded)  # as the forward has read them, for its backward
             finally:
                 self.passes.make_absent()
 
@@ -304,23 +289,19 @@ class ShardedWeights(Weights):
     def published(self, buckets: Sequence[int]) -> None:
         """The shards of ``buckets`` have their new values: all ranks may gather them."""
         core = self.core
-        self.core.accumulators.open_shards()
+        self.open_shards()
         self.passes.end_update()
         self.whole.end_update()
-        params = [param for index in buckets for _, param in core.params_in(core.plan.buckets[index])]
-        torch.autograd.graph.increment_version(params)
         frozen = [bucket.index for bucket in core.plan.frozen if bucket.index in self.whole.buckets]
-        eager = [param for index in frozen for _, param in core.params_in(core.plan.bucket(index))]
-        torch.autograd.graph.increment_version(eager)
-        # a backward through a forward of before fails by these versions, as in PyTorch
+        super().published([*buckets, *frozen])
         self.managed.end_views()
         self.whole.say_kept_views(buckets)
-        self.whole.free([*buckets, *frozen])
+        self.whole.reshard([*buckets, *frozen])
 
     def synchronize(self) -> None:
         """Before an update, a save, or the end: no gather of this rank is on its way, and nothing is gathered."""
         core = self.core
-        if self.passes.is_passing or self.passes.is_exposed:
+        if self.passes.is_passing or self.passes.is_unsharded:
             return
         self.passes.end()
         core.streams.join_main()
@@ -329,7 +310,7 @@ class ShardedWeights(Weights):
     def before_writes(self) -> None:
         """All ranks call it before masters or shards are written: no rank reads a shard from here on."""
         core = self.core
-        if self.passes.is_exposed:
+        if self.passes.is_unsharded:
             raise ZcError(
                 "optimizer.step(), or a load, inside zc.whole_parameters: the whole weights would stay those of before "
                 "it. Leave the block first"
@@ -337,26 +318,25 @@ class ShardedWeights(Weights):
         self.synchronize()
         core.streams.join_main()
         self.whole.refuse_others()
-        self.core.accumulators.close_shards()
+        core.accumulators.close_shards()
         self.whole.adopt()
 
     def adopt_writes(self) -> None:
         """All ranks call it before they read shards for a save: what the program has written into whole parameters is
         in the shards then."""
-        if self.passes.is_exposed:
+        if self.passes.is_unsharded:
             return
         self.whole.refuse_others()
         self.core.accumulators.close_shards()
         self.whole.adopt()
-        self.core.accumulators.open_shards()
+        self.open_shards()
 
     def open_shards(self) -> None:
-        """The shards have their first values: all ranks may read them."""
         self.core.accumulators.open_shards()
 
-    def make_whole(self) -> None:
+    def unshard(self) -> None:
         self.adopt_writes()
-        self.whole.make(self.core.sharded_buckets, is_exact=True)
+        self.whole.unshard(self.core.sharded_buckets, is_exact=True)
 
     @torch.no_grad()
     def let_go(self) -> None:
@@ -364,7 +344,7 @@ class ShardedWeights(Weights):
         shards are lost."""
         core = self.core
         if core.plan.world_size == 1:
-            self.whole.make(core.buffers.filled, is_exact=True)
+            self.whole.unshard(core.buffers.filled, is_exact=True)
         self.managed.release()
         for bucket in core.plan.sharded:
             for slot, param in core.params_in(bucket):

@@ -117,7 +117,7 @@ class StateDicts:
     def begin_read(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         """The hook before a module brings its own part. With ``keep_vars`` the caller gets the parameters."""
         weights = self._weights
-        if weights.passes.is_exposed or keep_vars:
+        if weights.passes.is_unsharded or keep_vars:
             return
         if not weights.whole.any_sharded(module.parameters()):
             return
@@ -146,7 +146,7 @@ class StateDicts:
     def begin_load(self, module: nn.Module, state: Mapping[str, Any], prefix: str, local: Any, *_: Any) -> None:
         """The hook before a module loads its own part of ``state``."""
         weights = self._weights
-        if weights.passes.is_exposed:
+        if weights.passes.is_unsharded:
             return
         here = ((name, param) for name, param in module.named_parameters(recurse=False) if prefix + name in state)
         own = [name for name, param in here if weights.whole.any_sharded([param])]

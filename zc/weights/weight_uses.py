@@ -6,11 +6,19 @@ that of the pass before. So the gathers of a pass are planned, proved, and run p
 (`zc.planning.residency`)::
 
     pass before     (3,) (2,) (1,) () (1,) (2,) (3,) ()      forward, then backward
-    piece 0         gather 3, gather 2, read 3
-    piece 1         free 3, gather 1, read 2
+
+       comm | gather(3, "arena[0]", src="weight[3]", extent=(0, 4096))          piece 0
+       comm | gather(2, "arena[0]", src="weight[2]", extent=(4096, 8192))
+    compute | read_weights("arena[0]", 0, (3,), spans=((0, 4096),))
+    compute | free_weights(3, "arena[0]", 0, 4096)                              piece 1
+       comm | gather(1, "arena[0]", src="weight[1]", extent=(0, 4096))
+    compute | read_weights("arena[0]", 1, (2,), spans=((4096, 8192),))
     ...
 
-A pass with another order goes on right and slower: from there on each use gathers its own buckets when it comes.
+Between two pieces run the graphs that read: schedules of their own, on the same streams, which touch neither the arena
+nor the shards. They add order and take none away, so the proof of all pieces in a row holds for them. Their events have
+other names. A pass with another order goes on right and slower: from there on each use gathers its own buckets when it
+comes.
 """
 
 from __future__ import annotations
@@ -19,18 +27,39 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from torch import fx
 
 from zc.engine.part import Part
 from zc.engine.program import Program
-from zc.passes.weights_schedule import PREFIX, weights_graph
 from zc.planning.layout import ALIGN_NBYTES, align_up
 from zc.planning.plan import Plan
 from zc.planning.residency import Extent, Residency, Uses, plan_residency
+from zc.schedule.buffer import Buffer
+from zc.schedule.nodes import put
+from zc.schedule.spec import FreeWeights, ReadWeights, gather_node
 
 if TYPE_CHECKING:
     from zc.engine.core import Core
 
+ARENA = Buffer("arena", 0)
+PREFIX = "w"  # of the names of a pass's events
 MAX_ORDERS = 16  # of passes, planned ahead; further ones gather as they come
+
+
+def weights_graph(plan: Plan, residency: Residency) -> fx.Graph:
+    """The gathers, reads and frees of a plan of residency, in its order. ``meta["uses"]`` of the output tells the proof
+    which buckets each use reads."""
+    graph = fx.Graph()
+    for use, piece in enumerate(residency.pieces):
+        for bucket, start, stop in piece.frees:
+            put(graph, FreeWeights(bucket, ARENA, start, stop))
+        for bucket, start, stop in piece.gathers:
+            put(graph, gather_node(plan, bucket, ARENA, (start, stop)))
+        if use < len(residency.uses):
+            spans = tuple((start, stop) for _, start, stop in piece.reads)
+            put(graph, ReadWeights(ARENA, use, tuple(bucket for bucket, _, _ in piece.reads), spans=spans))
+    graph.output(()).meta["uses"] = residency.uses
+    return graph
 
 
 class PlannedPass(NamedTuple):
@@ -46,8 +75,7 @@ class WeightUses(Part):
 
     def __init__(self, core: Core) -> None:
         super().__init__(core)
-        self._singles: dict[Uses, PlannedPass] = {}  # of one use each
-        self._passes: dict[Uses, PlannedPass] = {}
+        self._known: dict[Uses, PlannedPass] = {}  # with those of one use, which gathers as it comes
         self._order: list[tuple[int, ...]] = []  # uses of the pass so far
         self._expected: dict[int, Uses] = {}  # by the number of the pass in its update; -1: without gradients
         self._number = 0  # of the pass that runs
@@ -59,31 +87,31 @@ class WeightUses(Part):
     @property
     def planned(self) -> list[PlannedPass]:
         """Those so far, for explain."""
-        return list(self._passes.values())
+        return [planned for uses, planned in self._known.items() if len(uses) > 1]
 
     @property
     def clocked(self) -> list[Program]:
         """What a clocked step may have run: these, and single uses."""
-        return [planned.program for planned in (*self._passes.values(), *self._singles.values())]
+        return [planned.program for planned in self._known.values()]
 
     def begin(self, number: int) -> None:
         """The ``number``-th pass of an update begins; -1: one without gradients."""
         self._number = number
         expected = self._expected.get(number) or self._expected.get(number - 1 if number > 0 else 0)
-        if expected is not None and (expected in self._passes or len(self._passes) < MAX_ORDERS):
-            self._start(expected, self._passes)
+        if expected is not None and (expected in self._known or len(self.planned) < MAX_ORDERS):
+            self._start(expected)
 
     def next(self, buckets: tuple[int, ...]) -> Sequence[Extent]:
         """The next use: runs the piece before it, and returns where it reads."""
         core, planned = self.core, self._planned
         if planned is None or self._position >= len(planned.uses) or planned.uses[self._position] != buckets:
-            if planned is not None and planned.uses in self._passes and self._position < len(planned.uses):
+            if planned is not None and self._position < len(planned.uses) > 1:
                 core.say_once(
                     f"{core.plan.why_sharded}: a forward or backward read other weights than the one before it, or in "
                     "another order: there it gathers each bucket when it is read, not ahead"
                 )
             self._close()
-            planned = self._start((buckets,), self._singles)
+            planned = self._start((buckets,))
         planned.program.run_piece(self._position, core.streams)
         reads = planned.residency.pieces[self._position].reads
         self._order.append(buckets)
@@ -102,8 +130,7 @@ class WeightUses(Part):
 
     def grow(self) -> None:
         """The plan is about to get more buckets."""
-        self._singles.clear()
-        self._passes.clear()
+        self._known.clear()
         self._expected.clear()
         self._walk = None
 
@@ -123,13 +150,12 @@ class WeightUses(Part):
         program = self.core.build(weights_graph(plan, residency), plan, name=name, prefix=PREFIX)
         return PlannedPass(uses, residency, program)
 
-    def _start(self, uses: Uses, known: dict[Uses, PlannedPass]) -> PlannedPass:
+    def _start(self, uses: Uses) -> PlannedPass:
         core = self.core
         self.num_changes += 1
-        if uses not in known:
-            name = f"weights_{len(self._singles) + len(self._passes)}"
-            known[uses] = self._plan(name, uses, core.plan, core.plan.weight_cap)
-        self._planned, self._position = known[uses], 0
+        if uses not in self._known:
+            self._known[uses] = self._plan(f"weights_{len(self._known)}", uses, core.plan, core.plan.weight_cap)
+        self._planned, self._position = self._known[uses], 0
         with torch.inference_mode(False):
             core.buffers.make_arena(self._planned.residency.nbytes)
         return self._planned

@@ -21,6 +21,7 @@ Where weights leave a host as differences (`zc.planning.wire`), ranks gather the
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -81,6 +82,8 @@ class Weights(Part):
         # drop, or a head for each task, nearly every update would have another one
         self._programs: Programs = {}
         self.hooks: list[RemovableHandle] = []  # on modules
+        self._on_modules: list[tuple[str, Callable[..., Any]]] = []  # method of a module that installs it, and the hook
+        self._hooked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     @property
     def programs(self) -> list[Program]:
@@ -100,19 +103,45 @@ class Weights(Part):
     # --- where the model runs ---
 
     def install_hooks(self, model: nn.Module) -> None:
-        """Installs hooks on modules that read their parameters outside of compiled code, or bring their state."""
-
-    def note_growth(self, model: nn.Module) -> None:
-        """The plan has new buckets, and ``model`` may have new modules."""
+        """Installs hooks on modules that read their parameters outside of compiled code, or bring their state; later
+        on those that have come since, where the plan has new buckets."""
+        for module in model.modules() if self._on_modules else ():
+            if module not in self._hooked:
+                self._hooked.add(module)
+                self.hooks += [getattr(module, install)(hook) for install, hook in self._on_modules]
 
     def call_of(self, module: nn.Module, call: Callable[..., Any] | None) -> Callable[..., Any] | None:
         """What runs in place of ``call``, the compiled forward of ``module``. None: its own forward."""
         return call
 
+    def _inside(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """``call``, a forward, inside `forward`. It holds the weights weakly: ``module`` may outlive them."""
+        reference = weakref.ref(self)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            weights = reference()
+            if weights is None:
+                return call(*args, **kwargs)
+            with weights.forward():
+                output = call(*args, **kwargs)
+            weights.note_output(output)
+            return output
+
+        # a caller who compiles more than the model gets a graph break here; the model's own graphs stay as they are
+        disabled: Callable[..., Any] = torch.compiler.disable(run)  # type: ignore[no-untyped-call]
+        return disabled
+
+    def forward(self) -> AbstractContextManager[None]:
+        """The model's forward runs inside."""
+        return nullcontext()
+
+    def note_output(self, output: object) -> None:
+        """The model's forward has returned this."""
+
     @property
-    def around_block(self) -> Callable[[Places], AbstractContextManager[None]] | None:
+    def around_block(self) -> Callable[[Places], AbstractContextManager[object]] | None:
         """The context in which what is compiled by itself runs, for the places of its parameters; None: there is
-        none."""
+        none. It holds the weights weakly."""
         return None
 
     def note_graph(self, names: Iterable[str | None]) -> None:
@@ -224,11 +253,11 @@ class Weights(Part):
         """A schedule has written the weights of ``buckets``, unseen by autograd. So their versions increase, and a
         backward through a forward from before this step fails, as in PyTorch."""
         core = self.core
-        params = [param for index in buckets for _, param in core.params_in(core.plan.buckets[index])]
+        params = [param for index in buckets for _, param in core.params_in(core.plan.bucket(index))]
         torch.autograd.graph.increment_version(params)
 
     def open_shards(self) -> None:
-        """The shards have their first values: all ranks may read them."""
+        """The shards have their values: all ranks may read them."""
 
     def watch(self) -> None:
         """Called at the end of a step. Reads of new weights wait from then on, where these may be on their way."""
@@ -243,7 +272,7 @@ class Weights(Part):
 
     # --- the end ---
 
-    def make_whole(self) -> None:
+    def unshard(self) -> None:
         """All ranks call it at the end: parameters have their values and all their bytes."""
 
     def let_go(self) -> None:

@@ -11,6 +11,7 @@ not count writes through ``.data``. So where code has asked for that, or is not 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -34,68 +35,71 @@ if TYPE_CHECKING:
     from zc.weights.weights import Programs
 
 
+@dataclass
+class WholeBucket:
+    """A bucket whose parameters have all their bytes. ``encoded`` [P]: as it came, where that differs from its
+    shards."""
+
+    empty: dict[str, Tensor]  # each parameter's ``data`` without bytes
+    versions: dict[str, int]  # of each parameter, as it became whole
+    encoded: Tensor | None
+    is_lent: bool = False  # the program may have written its memory without autograd's counting
+
+
 class WholeParams(Part):
     """The buckets of one model that are whole on this rank."""
 
     def __init__(self, core: Core, programs: Programs) -> None:
         super().__init__(core)
         self._programs = programs  # of the model's weights, which clear them
-        self.buckets: set[int] = set()
+        self.buckets: dict[int, WholeBucket] = {}
         self._asked: set[int] = set()  # those that code which is not compiled has read since the last update
         self._bucket_of: dict[int, int] = {}  # by the parameter's id
-        self._empty: dict[str, Tensor] = {}  # each whole parameter's ``data`` without bytes
-        self._encoded: dict[int, Tensor] = {}  # [P]: as it came, of a bucket that differs from its shards
-        self._versions: dict[str, int] = {}  # of the parameters, as they became whole
-        self._lent: set[int] = set()  # buckets whose memory the program may have written without autograd's counting
         self._reasons: dict[str, set[int]] = {}  # why buckets became whole in this pass
         self._said: set[str] = set()  # those of earlier passes
 
-    def names_by_storage(self) -> dict[int, str]:
-        """The whole parameters by the number of the storage that each has until it is freed."""
-        placed = self.core.placed
-        return {torch_private.storage_number(placed[name]): name for name in self._empty}
+    def empty(self) -> dict[str, Tensor]:
+        """The ``data`` without bytes of each whole parameter, which has the storage that it has at any other time."""
+        return {name: empty for whole in self.buckets.values() for name, empty in whole.empty.items()}
 
-    def lasting(self, name: str, param: nn.Parameter) -> Tensor:
-        """A tensor with the storage that a parameter has whenever it is not whole."""
-        return self._empty.get(name, param)
-
-    def make(self, buckets: Iterable[int], *, is_exact: bool = False) -> None:
+    def unshard(self, buckets: Iterable[int], *, is_exact: bool = False) -> None:
         """The parameters of these buckets have all their bytes, on all ranks: for a forward, or as the shards have
         them."""
         core, buckets = self.core, set(buckets)
         if is_exact:  # of those that a forward has read, too
-            self.free(index for index in buckets if core.plan.encodes_gathers(core.plan.bucket(index)))
+            self.reshard(index for index in buckets if core.plan.encodes_gathers(core.plan.bucket(index)))
         with torch_private.outside_of_func_transforms():  # the model may run inside of one
-            for index in sorted(buckets - self.buckets):
-                flat = self.gathered_once(index, is_exact=is_exact)
-                if not is_exact and core.plan.encodes_gathers(core.plan.bucket(index)):
-                    self._encoded[index] = flat
-                    core.buffers.encoded[:] = self._encoded.values()
+            for index in sorted(buckets.difference(self.buckets)):
+                bucket, flat = core.plan.bucket(index), self.gathered_once(index, is_exact=is_exact)
+                whole = WholeBucket({}, {}, None)
+                if not is_exact and core.plan.encodes_gathers(bucket):
+                    whole.encoded = flat
+                    core.buffers.encoded.append(flat)
                 with torch.inference_mode(False), torch.no_grad(), torch_private.without_torch_function():
-                    for slot, param in core.params_in(core.plan.bucket(index)):
-                        self._empty[slot.name] = give_bytes(param)
+                    for slot, param in core.params_in(bucket):
+                        whole.empty[slot.name] = give_bytes(param)
                         param.data.copy_(in_shape(flat[slot.offset : slot.stop], slot))
-                        self._versions[slot.name] = torch_private.version(param)
-                self.buckets.add(index)
+                        whole.versions[slot.name] = torch_private.version(param)
+                self.buckets[index] = whole
 
-    def make_for(self, reason: str, buckets: set[int]) -> None:
+    def unshard_for(self, reason: str, buckets: set[int]) -> None:
         """The same, for code that is not compiled; `say_reasons` says so."""
         self._asked |= buckets
-        missing = buckets - self.buckets
+        missing = buckets.difference(self.buckets)
         if missing:
-            self.make(missing)
+            self.unshard(missing)
             self._reasons.setdefault(reason, set()).update(missing)
 
-    def make_params(self, params: Iterable[nn.Parameter], reason: str = "code that is not compiled reads") -> None:
+    def unshard_params(self, params: Iterable[nn.Parameter], reason: str = "code that is not compiled reads") -> None:
         """The same, for the buckets of these parameters."""
         params = list(params)
-        self.make_for(reason, self._buckets_of(params))
+        self.unshard_for(reason, self._buckets_of(params))
         with torch_private.without_torch_function():  # another stream than the reader's may have made them whole
             self.core.streams.hand_to_main(params)
 
     def was_read(self, param: nn.Parameter) -> bool:
         """Whether code that is not compiled has read this parameter since the last update, and it is still whole."""
-        return self._buckets_of([param]) <= self._asked & self.buckets
+        return self._buckets_of([param]) <= self._asked.intersection(self.buckets)
 
     def any_sharded(self, params: Iterable[nn.Parameter]) -> bool:
         """Whether weights of some of these parameters are sharded."""
@@ -121,7 +125,7 @@ class WholeParams(Part):
     def say_kept_views(self, buckets: Iterable[int]) -> None:
         """Says once if memory of whole parameters of ``buckets`` has other users while the weights become new ones."""
         core = self.core
-        for bucket in map(core.plan.bucket, sorted(self.buckets.intersection(buckets))):
+        for bucket in map(core.plan.bucket, sorted(self.buckets.keys() & buckets)):
             for slot, param in core.params_in(bucket):
                 with torch_private.without_torch_function():
                     count = torch_private.num_sharing(param)  # itself, and the question's
@@ -147,7 +151,8 @@ class WholeParams(Part):
 
     def lend(self, param: nn.Parameter) -> None:
         """The program has asked for what it could write unseen: ``param.data``, an array."""
-        self._lent |= self._buckets_of([param])
+        for index in self._buckets_of([param]):
+            self.buckets[index].is_lent = True
 
     def adopt(self) -> None:
         """This rank's shards and masters get what the program has written into whole parameters. No rank reads a shard
@@ -161,38 +166,39 @@ class WholeParams(Part):
                 # host may not ask, `write_value` takes only what differs.
                 if self._may_ask(bucket) and bucket.layout.owners is None and not self._is_written(bucket):
                     continue
-                came = self._encoded.get(bucket.index)
+                came = self.buckets[bucket.index].encoded
                 for slot, param in core.params_in(bucket):
                     before = None if came is None else came[slot.offset : slot.stop]
                     write_value(core, bucket, slot, param, before)
                     if before is not None:
                         before.copy_(flattened(param.detach(), slot))
 
-    def free_unwritten(self, buckets: Iterable[int]) -> None:
+    def reshard_unwritten(self, buckets: Iterable[int]) -> None:
         """After a forward without gradients: frees ``buckets``. What it has written stays whole to the update, and so
         does what a backward may read. Where the host may not ask, what the forward may have written stays, too. All
         ranks call it."""
         saved = self.saved(self.buckets)
-        for bucket in map(self.core.plan.bucket, sorted(self.buckets.intersection(buckets) - saved)):
+        for bucket in map(self.core.plan.bucket, sorted((self.buckets.keys() & buckets) - saved)):
             if self._is_counted(bucket):
                 continue
             if self._is_unseen(bucket):
                 if not self._may_ask(bucket):
                     continue
                 # gathered again: all ranks must keep what they have written, also where it is in one rank's shard
-                came = self.gathered_once(bucket.index, is_exact=False) if bucket.index in self._lent else None
+                is_lent = self.buckets[bucket.index].is_lent
+                came = self.gathered_once(bucket.index, is_exact=False) if is_lent else None
                 if self._is_written(bucket, came):
                     continue
-            self.free([bucket.index])
+            self.reshard([bucket.index])
 
     def _is_counted(self, bucket: Bucket) -> bool:
         """Whether autograd has counted a write since the bucket became whole."""
-        items = self.core.params_in(bucket)
-        return any(torch_private.version(param) != self._versions[slot.name] for slot, param in items)
+        versions, items = self.buckets[bucket.index].versions, self.core.params_in(bucket)
+        return any(torch_private.version(param) != versions[slot.name] for slot, param in items)
 
     def _is_unseen(self, bucket: Bucket) -> bool:
         """Whether the program may have written it without a count: what Dynamo leaves out finds plain parameters."""
-        return bucket.index in self._lent or self.core.config.backend != "eager"
+        return self.buckets[bucket.index].is_lent or self.core.config.backend != "eager"
 
     def _may_ask(self, bucket: Bucket) -> bool:
         """Whether the host may ask what has been written. It would wait for a device, as it does anyway with
@@ -203,7 +209,7 @@ class WholeParams(Part):
         """Whether the program has written an element of this rank's shard; with ``came`` [P], the bucket's values
         before that, any element."""
         core = self.core
-        whole = self._encoded.get(bucket.index) if came is None else came
+        whole = self.buckets[bucket.index].encoded if came is None else came
         for slot, param in core.params_in(bucket):
             shard, elements = core.buffers.weight_part(bucket, slot)
             with torch_private.without_torch_function():
@@ -213,20 +219,18 @@ class WholeParams(Part):
                 return True
         return False
 
-    def free(self, buckets: Iterable[int]) -> None:
+    def reshard(self, buckets: Iterable[int]) -> None:
         """The parameters of those of ``buckets`` that are whole have no bytes any more. Other tensors that share their
         memory keep it, and the values of this moment."""
         core = self.core
-        for index in self.buckets.intersection(buckets):
-            items = list(core.params_in(core.plan.bucket(index)))
+        for index in self.buckets.keys() & buckets:
+            whole, items = self.buckets.pop(index), list(core.params_in(core.plan.bucket(index)))
             with torch.inference_mode(False), torch_private.without_torch_function():
                 # it was made whole on some stream, and read on any that main comes after
-                core.streams.hand_to_main([*(param for _, param in items), self._encoded.pop(index, None)])
+                core.streams.hand_to_main([*(param for _, param in items), whole.encoded])
                 for slot, param in items:
-                    param.data = self._empty.pop(slot.name)
-            self.buckets.discard(index)
-            self._lent.discard(index)
-        core.buffers.encoded[:] = self._encoded.values()
+                    param.data = whole.empty[slot.name]
+        core.buffers.encoded[:] = [whole.encoded for whole in self.buckets.values() if whole.encoded is not None]
 
     def saved(self, buckets: Iterable[int]) -> set[int]:
         """Those of ``buckets`` that a backward may still read: autograd has saved a parameter itself, not a view."""
@@ -249,9 +253,9 @@ class WholeParams(Part):
                 write_value(core, bucket, slot, param)
                 if slot.name in core.unset.params and not param.isnan().any():  # its first value
                     core.unset.params.discard(slot.name)
-                self._versions[slot.name] = torch_private.version(param)
+                self.buckets[bucket.index].versions[slot.name] = torch_private.version(param)
         core.accumulators.open_shards()
-        self.free(set(core.sharded_buckets).difference(stays, self.saved(self.buckets).difference(goes)))
+        self.reshard(set(core.sharded_buckets).difference(stays, self.saved(self.buckets).difference(goes)))
 
     def refuse_others(self) -> None:
         """Raises ZcError for a whole parameter that the program has given a tensor which its shards can't take. What is
@@ -262,7 +266,7 @@ class WholeParams(Part):
                 with torch_private.without_torch_function():
                     got = tuple(param.shape), param.dtype, param.device
                 if got != (slot.shape, bucket.param_dtype, bucket.device):
-                    self.free(core.sharded_buckets)
+                    self.reshard(core.sharded_buckets)
                     raise ZcError(
                         f"parameter {slot.name} is {got[1]} of shape {got[0]} on {got[2]} now (param.data = ..., "
                         f"model.to), and {core.plan.why_sharded} has shards of {bucket.param_dtype} of shape "
@@ -284,7 +288,7 @@ class WholeParams(Part):
         freed."""
         core = self.core
         core.accumulators.open_shards()
-        self.free(core.sharded_buckets)
+        self.reshard(core.sharded_buckets)
 
     def grow(self) -> None:
         """The plan is about to get more buckets."""
