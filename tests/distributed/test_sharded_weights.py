@@ -120,6 +120,25 @@ def test_a_parameter_without_bytes_names_the_way_out() -> None:
     assert run_ranks(reads, 2, timeout=120.0) == [[], []]
 
 
+def test_a_recompile_inside_whole_parameters_is_refused_before_anything_changes() -> None:
+    """It raised at the end of the block, where parameters had no bytes any more."""
+    net = nn.Sequential(nn.Linear(DIM, DIM))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    zc.compile(net, optimizer, stage=3, backend="eager")
+    net.append(nn.Linear(DIM, DIM))
+    optimizer.add_param_group({"params": [*net[1].parameters()]})
+    with zc.whole_parameters(net):
+        before = net[0].weight.detach().clone()
+        with pytest.raises(zc.ZcError, match=r"zc\.recompile .* inside zc\.whole_parameters"):
+            zc.recompile(net)
+    zc.recompile(net)
+    with zc.whole_parameters(net):
+        assert torch.equal(net[0].weight, before)
+    net(torch.ones(1, DIM)).sum().backward()
+    optimizer.step()
+    zc.close(net)
+
+
 def test_a_cap_that_is_too_small_is_refused_with_the_smallest_one() -> None:
     net = Net()
     with pytest.raises(zc.PlanError, match="at least weight_nbytes=2048 is needed"):

@@ -101,6 +101,11 @@ class ShardedWeights(Weights):
         """These parameters are whole inside, where they leave their buckets: ``moved`` for buckets that train, ``left``
         for good."""
         core = self.core
+        if self.passes.is_unsharded:
+            raise ZcError(
+                "zc.recompile of new parameters inside zc.whole_parameters: what is whole there goes back to the places "
+                "of before at its end. Leave the block first"
+            )
         where = core.plan.slot_of()
         before = {name: where[name] for name in moved if name in where}
         lost = {name: where[name] for name in left if name in where}
