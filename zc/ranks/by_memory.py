@@ -21,7 +21,6 @@ from zc.ranks.work import Work
 if TYPE_CHECKING:
     from zc.planning.plan import Bucket
     from zc.ranks.group import Group
-    from zc.ranks.work import Step
 
 
 class Offers:
@@ -50,7 +49,8 @@ class Offers:
     def await_full(self, kind: str, bucket: int) -> dict[int, bytes]:
         """Waits for all others' signals. Returns the addresses of their data, for `read` and `rows`."""
         places: dict[int, bytes] = {}
-        self._wait(kind, bucket, self.neighbours.await_full(EXCHANGES.index(kind), bucket, places))
+        step = self.neighbours.await_full(EXCHANGES.index(kind), bucket, places)
+        Work((kind, bucket), step, journal=self.ranks.journal).wait()
         return places
 
     def signal_free(self, kind: str, bucket: int) -> None:
@@ -59,9 +59,7 @@ class Offers:
 
     def await_free(self, kind: str, bucket: int) -> None:
         """Returns once all others have read this rank's data."""
-        self._wait(kind, bucket, self.neighbours.await_free(EXCHANGES.index(kind), bucket))
-
-    def _wait(self, kind: str, bucket: int, step: Step) -> None:
+        step = self.neighbours.await_free(EXCHANGES.index(kind), bucket)
         Work((kind, bucket), step, journal=self.ranks.journal).wait()
 
 
