@@ -103,7 +103,7 @@ class ShardedWeights(Weights):
         core = self.core
         if self.passes.is_unsharded:
             raise ZcError(
-                "zc.recompile of new parameters inside zc.whole_parameters: what is whole there goes back to the places "
+                "zc.recompile of new parameters inside zc.whole_parameters: its weights go back to the places "
                 "of before at its end. Leave the block first"
             )
         where = core.plan.slot_of()
