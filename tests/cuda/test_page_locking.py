@@ -13,7 +13,7 @@ from recorders import Driver, install_driver
 from torch import Tensor, nn
 
 import zc
-from zc.engine import buffers as engine_buffers
+from zc import api
 from zc.engine import host_memory
 from zc.engine.host_memory import HostMemory
 
@@ -23,7 +23,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     """Host memory is made for a GPU, whatever device the parameters are on."""
     fake = Driver()
     install_driver(monkeypatch, fake)
-    monkeypatch.setattr(engine_buffers, "HostMemory", lambda device: HostMemory(torch.device("cuda")))
+    monkeypatch.setattr(api, "HostMemory", lambda device: HostMemory(torch.device("cuda")))
     yield fake
     gc.collect()
     host_memory.unlock_dropped()
