@@ -51,7 +51,7 @@ def _fork_ranks(control: socket.socket) -> None:
 
 def leave_out_guard_timing() -> None:
     """Of each graph that Dynamo compiles it times the guards once, and empties the processor's caches before it: 36 of
-    some 300 ms for a model of two layers, and slower code on all cores behind it. The time goes to a log alone."""
+    some 300 ms for a model of two layers, and slower code on all cores after it. The time goes to a log alone."""
     import torch._dynamo.guards as guards
 
     if hasattr(guards, "profile_guard_manager"):  # torch 2.7 and later
