@@ -16,10 +16,9 @@ class ProgressLines:
         self._config, self._started = config, time.monotonic()
         self._next_s = EVERY_S
         self._num_done = self._num_failed = 0
-        self._num_tests = "?"
 
-    def pytest_collection_finish(self, session: pytest.Session) -> None:
-        self._num_tests = str(session.testscollected)
+    def pytest_sessionstart(self, session: pytest.Session) -> None:
+        self._session = session
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self._num_failed += report.failed
@@ -31,6 +30,5 @@ class ProgressLines:
     def _write(self, seconds: float) -> None:
         reporter = self._config.pluginmanager.get_plugin("terminalreporter")
         if reporter is not None:
-            total = getattr(getattr(reporter, "_session", None), "testscollected", 0) or self._num_tests
-            said = f"{seconds / 60:.0f} min: {self._num_done} of {total} tests, {self._num_failed} failed"
-            reporter.write_line(f"\n{said}")
+            of = f"{self._num_done} of {self._session.testscollected} tests"  # xdist counts them there, too
+            reporter.write_line(f"\n{seconds / 60:.0f} min: {of}, {self._num_failed} failed")

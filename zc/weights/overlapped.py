@@ -11,7 +11,7 @@ one, waits in steps::
     a block's call ends        for what is gathered before the next block: the last norm, the head
     the model's call ends      for blocks that have not run
 
-Inside a block and behind it, compiled code and any other code read weights that are there. Elsewhere, code that is not
+Inside a block and after it, compiled code and any other code read weights that are there. Elsewhere, code that is not
 compiled waits when it reads a parameter, which is watched until then (`zc.weights.param`). Compiled code finds plain
 parameters, since Dynamo guards their class. So what a compiled graph reads before its step above, later forwards wait
 for at their beginning. A wait is a schedule::
