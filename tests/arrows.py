@@ -52,7 +52,6 @@ WINGS = {
 }  # fmt: skip
 # Imports of wings that the core still has, in functions or for types, too. The list only gets shorter.
 STILL = """
-zc.engine.runtime -> zc.engine.announcements
 zc.engine.features -> zc.weights.weights
 """
 

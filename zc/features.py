@@ -6,6 +6,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from zc.engine import owners, weight_operations
+from zc.engine.agreement import Agreement
+from zc.engine.announcements import Announcements
 from zc.engine.features import Features
 from zc.passes.pipeline import pipelines
 from zc.planning.hops import Way
@@ -42,4 +44,5 @@ def features_of(plan: Plan, config: Config) -> Features:
         {**owners.OPERATIONS, **weight_operations.OPERATIONS},
         owners.gather_whole,
         ROUTES,
+        make_agreement=Announcements if plan.num_ranks > 1 else Agreement,
     )

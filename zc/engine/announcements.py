@@ -39,10 +39,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from zc.engine import param_grads
+from zc.engine.agreement import Agreement
 from zc.engine.ledger import Waits, Where
-from zc.engine.token_counts import TokenCounts
 from zc.errors import ZcError
-from zc.planning.plan import Bucket, Plan
+from zc.planning.plan import Bucket
 from zc.ranks.announcement import BOUNDARY, END, Announcement, compare_pasts, plus, raise_sums_differ
 
 if TYPE_CHECKING:
@@ -72,46 +72,33 @@ class _Proposal:
         return self.buckets[self.num_issued :] if self.announcement.is_same() else []
 
 
-class Announcements:
-    """The protocol of one compiled model. Only the thread that issues schedules uses it: autograd's in a backward, the
-    caller's between two. The comm stream sees the `Announcement` of its backward alone."""
+class Announcements(Agreement):
+    """The protocol of one compiled model on several ranks. The comm stream sees the `Announcement` of its backward
+    alone."""
 
     def __init__(self, accs: Accumulators, group: Group) -> None:
-        self._accs, self._group, plan = accs, group, accs.plan
-        self.has_grad = [[False] * len(b.slots) for b in plan.buckets]  # by bucket and slot: some rank has a gradient
-        self._reduced = [[False] * len(b.slots) for b in plan.buckets]  # those that are in every rank's sums
+        super().__init__(accs, group)
+        self._reduced = self._no_grads()  # those that are in every rank's sums
         self._proposal: _Proposal | None = None  # of the backward that runs; None: none that reduces
         self._last_order: dict[str, list[int]] = {}  # by source: the buckets that came in the last backward
         self._num_announced = self._last_boundary = 0
-        self._num_cleared = 0  # times that gradients were dropped since the last boundary: no match across one
-        self._dropped: set[Where] = set()  # parameters whose drops count as the last one of _num_cleared
         # by optimizer: how many reductions the sums of its parameters hold, and a checksum of which announcements made
         # them and which gradients were dropped since
         self._in_sums: dict[int, tuple[int, int]] = {}
-        self.token_counts = TokenCounts(plan.num_optimizers)
         self._waits: Waits = {"inside": [], "at its end": [], "at the boundary": []}
 
-    @property
-    def plan(self) -> Plan:
-        return self._accs.plan
-
     def grow(self) -> None:
-        """The plan has more buckets now; the first ones are those of before."""
-        for flags in (self.has_grad, self._reduced):
-            flags += [[False] * len(b.slots) for b in self.plan.buckets[len(flags) :]]
+        super().grow()
+        self._reduced += self._no_grads()[len(self._reduced) :]
         self._last_order.clear()
-        self.token_counts.grow(self.plan.num_optimizers)
 
     # --- a backward ---
 
     @property
     def has_proposal(self) -> bool:
-        """Whether a backward that reduces runs on this rank."""
         return self._proposal is not None
 
     def begin(self, source: str, buckets: Sequence[int] | None, grads: frozenset[Where], *, is_boundary: bool) -> None:
-        """A backward begins with ``source``, a program or "hooks", which will reduce ``buckets`` (None: any) and surely
-        has the gradients ``grads``. Not ``is_boundary``: the backward is inside no_sync."""
         every = range(len(self.plan.buckets))
         proposed = self._last_order.get(source, list(every if buckets is None else buckets))
         names = (f"{b} ({self.plan.buckets[b].slots[0].name}, ...)" for b in proposed)
@@ -119,9 +106,8 @@ class Announcements:
         self._proposal = _Proposal(self.announce(what, self._flags(grads)), source, proposed, is_boundary)
 
     def permission(self, buckets: Sequence[int]) -> MayReduce | None:
-        """Called when ``buckets`` are full. Returns what to ask before they are reduced: it waits for the other ranks'
-        proposals. None: there is no other rank to ask."""
-        if not buckets or self.plan.num_ranks == 1:
+        """What waits for the other ranks' proposals."""
+        if not buckets:
             return None
         if self._proposal is None:
             return _never
@@ -134,17 +120,14 @@ class Announcements:
 
     @property
     def agreed(self) -> MayReduce | None:
-        """The permission for reductions to which all ranks have agreed already. It counts them in the open backward, so
-        that `cut_short` knows them."""
+        """It counts reductions in the open backward, so that `cut_short` knows them."""
         return self._proposal.announcement.may_reduce if self._proposal is not None else None
 
     def differs(self) -> bool:
-        """Whether another rank has proposed something else for this backward."""
         return self._proposal is not None and not self._proposal.announcement.is_same()
 
     def rest(self, unreduced: Collection[int]) -> list[int]:
-        """The backward has ended, and this rank still has gradients of the buckets ``unreduced``. Returns the buckets
-        that all ranks have proposed and this one has not reduced. The next backward that begins in the same way
+        """What all ranks have proposed and this one has not reduced. The next backward that begins in the same way
         proposes what this one had."""
         proposal = self._proposal
         if proposal is None:
@@ -156,9 +139,7 @@ class Announcements:
         return proposal.not_issued()
 
     def end(self, unreduced: Collection[int]) -> list[int]:
-        """The gradients of this backward are in, the `rest` is reduced, and this rank still has gradients of the
-        buckets ``unreduced``. Returns the buckets that all ranks reduce now. After a backward outside of no_sync
-        `has_grad` is the same on all ranks."""
+        """After a backward outside of no_sync `has_grad` is the same on all ranks."""
         proposal, self._proposal = self._proposal, None
         reduced, flags = list[int](), self._accs.touched_flags()
         in_sums: Collection[int] = ()  # buckets whose gradients are all in every rank's sums
@@ -178,15 +159,17 @@ class Announcements:
                 if reduced:
                     self._add_to_sums(ended)
                     in_sums = {*in_sums, *reduced}
-        self._add_grads(flags, is_complete=is_complete)
+        if is_complete:
+            self._add_complete(flags)
+        else:
+            self._add_grads(flags)
         for bucket in in_sums:  # inside no_sync another rank's are there, too, and not known here
             pairs = zip(self._reduced[bucket], self.has_grad[bucket], strict=True)
             self._reduced[bucket] = [before or has_grad for before, has_grad in pairs]
         return reduced
 
     def cut_short(self) -> list[int]:
-        """The backward has raised on this rank: what all ranks have proposed and this one has not begun to reduce. A
-        compiled graph may have raised between two of its reductions. All streams are joined."""
+        """A compiled graph may have raised between two of its reductions."""
         proposal, self._proposal = self._proposal, None
         if proposal is None:
             return []
@@ -196,64 +179,37 @@ class Announcements:
     # --- between two backwards ---
 
     def clear(self, buckets: Sequence[Bucket], *, set_to_none: bool) -> None:
-        """The gradients of these buckets, all of some optimizers, were dropped, or made zeros."""
-        optimizers = {b.optimizer for b in buckets}
-        for optimizer in optimizers:
-            self._in_sums.pop(optimizer, None)
-        self.token_counts.clear(sorted(optimizers))
-        self._num_cleared += 1
-        self._dropped.clear()
+        super().clear(buckets, set_to_none=set_to_none)
         for bucket in buckets:
-            for flags in (self._reduced, *([self.has_grad] if set_to_none else ())):
-                flags[bucket.index] = [False] * len(bucket.slots)
+            self._in_sums.pop(bucket.optimizer, None)
+            self._reduced[bucket.index] = [False] * len(bucket.slots)
         self._proposal = None
 
     def drop(self, dropped: Collection[Where], *, set_to_none: bool) -> list[int]:
-        """The gradients of some parameters were dropped, or made zeros. As after `clear`, no later announcement matches
-        one that another rank made earlier. If one rank alone drops a gradient that all ranks have reduced, the boundary
-        raises. A loop over all parameters counts once, however many of them have a gradient here. Returns the
-        optimizers of which this was the last gradient that this rank knows of: with them go those of other ranks."""
-        had_one = {self.plan.buckets[bucket].optimizer for bucket, slot in dropped if self.has_grad[bucket][slot]}
+        """As after `clear`, no later announcement matches one that another rank made earlier. If one rank alone drops a
+        gradient that all ranks have reduced, the boundary raises."""
         for bucket, slot in dropped:
-            if not self._dropped or (bucket, slot) in self._dropped:
-                self._dropped.clear()
-                self._num_cleared += 1
-            self._dropped.add((bucket, slot))
             if self._reduced[bucket][slot]:
-                optimizer = self.plan.buckets[bucket].optimizer
-                count, checksum = self._in_sums.get(optimizer, (0, 0))
-                what = f"{(bucket, slot)} is dropped after {count} reductions"
-                self._in_sums[optimizer] = count, plus(checksum, what)
+                self._note_in_sums(bucket, slot, "dropped")
             self._reduced[bucket][slot] = False
-            self.has_grad[bucket][slot] = self.has_grad[bucket][slot] and not set_to_none
-        return [k for k in sorted(had_one) if self._has_dropped_all_of(k)]
-
-    def _has_dropped_all_of(self, optimizer: int) -> bool:
-        """Whether each gradient of this optimizer is among those that were dropped, or made zeros, one by one."""
-        for bucket in self.plan.of_optimizer(optimizer):
-            for slot, has_grad in enumerate(self.has_grad[bucket.index]):
-                if has_grad and (bucket.index, slot) not in self._dropped:
-                    return False
-        return True
+        return super().drop(dropped, set_to_none=set_to_none)
 
     def assign(self, assigned: Collection[Where]) -> None:
-        """The caller has assigned values to these parameters' ``.grad``. A rank that does so alone is named at the next
-        boundary."""
+        """A rank that does so alone is named at the next boundary."""
         for bucket, slot in assigned:
-            optimizer = self.plan.buckets[bucket].optimizer
-            count, checksum = self._in_sums.get(optimizer, (0, 0))
-            self._in_sums[optimizer] = count, plus(checksum, f"{(bucket, slot)} is assigned after {count} reductions")
-            self.has_grad[bucket][slot] = True
+            self._note_in_sums(bucket, slot, "assigned")
+        super().assign(assigned)
+
+    def _note_in_sums(self, bucket: int, slot: int, what: str) -> None:
+        """A parameter's gradient is not what the reductions made of it: other ranks are to do the same."""
+        optimizer = self.plan.buckets[bucket].optimizer
+        count, checksum = self._in_sums.get(optimizer, (0, 0))
+        self._in_sums[optimizer] = count, plus(checksum, f"{(bucket, slot)} is {what} after {count} reductions")
 
     def boundary(self, unreduced: Collection[int], *, by_grad: bool, is_last: bool) -> tuple[list[int], bool]:
-        """Returns once all ranks are at the boundary: the buckets that all ranks reduce now, and whether no rank had a
-        backward since the last boundary. From then on the accumulators know which parameters have a gradient on any
-        rank.
-
-        ``unreduced``: buckets whose gradients this rank still has. ``by_grad``: a ``param.grad`` was read here.
-        ``is_last``: no gradient is to come before the update. Raises RankMismatchError if the sums of some ranks hold
-        other gradients; ZcError if a rank has read a ``param.grad``, and not all had one on the same parameters, and
-        where `zc.count` was not called once for each backward."""
+        """From then on the accumulators know which parameters have a gradient on any rank. Raises RankMismatchError if
+        the sums of some ranks hold other gradients; ZcError if a rank has read a ``param.grad``, and not all had one on
+        the same parameters."""
         own_grads = self.has_grad
         flags, grads = [*self._flags(unreduced=unreduced)[:-1], int(by_grad)], zlib.crc32(repr(own_grads).encode())
         while not (announcement := self.announce(BOUNDARY, flags, grads)).is_same():
@@ -273,14 +229,12 @@ class Announcements:
         self._last_boundary = announcement.number
         if buckets:
             self._add_to_sums(announcement)
-        self.has_grad = [[False] * len(slots) for slots in own_grads]  # the ranks' flags are complete here
-        self._add_grads(flags, is_complete=True)
+        self.has_grad = self._no_grads()  # the ranks' flags are complete here
+        self._add_complete(flags)
         self._accs.set_touched(touched)
         return buckets, is_alone
 
     def pop_waits(self) -> Waits:
-        """Since the last call: how long the issuing thread has waited for announcements, inside of backwards, at their
-        ends and at boundaries."""
         waits = {kind: list(seconds) for kind, seconds in self._waits.items()}
         for seconds in self._waits.values():
             seconds.clear()
@@ -321,18 +275,10 @@ class Announcements:
         start = -1 - len(self.plan.buckets)
         return flags[:start], [k for k, flag in enumerate(flags[start:-1]) if flag], bool(flags[-1])
 
-    def _add_grads(self, flags: Sequence[int], *, is_complete: bool) -> None:
-        """``is_complete``: all ranks have the same ``flags``, and the sums hold the gradients that they name."""
-        grads = self._grads_in(flags)
-        if is_complete:
-            self._reduced = grads
-        self.has_grad = [
-            [a or b for a, b in zip(*pair, strict=True)] for pair in zip(grads, self.has_grad, strict=True)
-        ]
-
-    def _grads_in(self, flags: Sequence[int]) -> list[list[bool]]:
-        items = iter(flags)
-        return [[bool(next(items)) for _ in slots] for slots in self.has_grad]
+    def _add_complete(self, flags: Sequence[int]) -> None:
+        """All ranks have the same ``flags``, and the sums hold the gradients that they name."""
+        self._reduced = self._grads_in(flags)
+        self._add_grads(flags)
 
     def _add_to_sums(self, announcement: Announcement) -> None:
         """What this announcement reduced is in the sums."""

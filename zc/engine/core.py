@@ -43,7 +43,7 @@ class Listener:
     nothing: a runtime has it until its optimizers register theirs."""
 
     def gradients_ready(self) -> None:
-        """A backward has ended, or an update begins. `Announcements.has_grad` says which parameters have a gradient."""
+        """A backward has ended, or an update begins. `Agreement.has_grad` says which parameters have a gradient."""
 
     def gradients_cleared(self, optimizer: int | None) -> None:
         """One optimizer, by its number, has no gradient any more, or all have none: nobody may hold a view of one."""

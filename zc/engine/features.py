@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
+from zc.engine.agreement import Agreement
+
 if TYPE_CHECKING:
-    from zc.engine.accumulators import Function
+    from zc.engine.accumulators import Accumulators, Function
     from zc.engine.buffers import Buffers
     from zc.engine.core import Core
     from zc.passes.base import Pipelines
@@ -27,10 +29,12 @@ GatherWhole = Callable[["Plan", "Buffers", "Group", Sequence[int]], dict[int, Te
 class Features(NamedTuple):
     """``pipelines``: the passes. ``make_weights``: how weights reach those who read them. ``operations``: the functions
     of kinds of nodes that only some feature's schedules have. ``gather_whole``: None if no optimizer needs it.
-    ``routes``: of the ways in which a feature makes gradients and weights travel."""
+    ``routes``: of the ways in which a feature makes gradients and weights travel. ``make_agreement``: how ranks come to
+    reduce the same."""
 
     pipelines: Pipelines
     make_weights: Callable[[Core], Weights]
     operations: Mapping[type[Op], Function] = {}
     gather_whole: GatherWhole | None = None
     routes: Mapping[Way, MakeRoute] = {}
+    make_agreement: Callable[[Accumulators, Group], Agreement] = Agreement

@@ -25,7 +25,6 @@ from torch.utils.hooks import RemovableHandle
 from zc import torch_private
 from zc.engine import param_grads
 from zc.engine.accumulators import Acc
-from zc.engine.announcements import Announcements
 from zc.engine.backwards import Backwards, drop_failed
 from zc.engine.buffers import Buffers
 from zc.engine.core import AtBoundary, Core, Listener
@@ -84,7 +83,7 @@ class Runtime(Core):
     ) -> None:
         super().__init__(config, buffers, group, streams, params, features)
         self.accumulators.on_deposit = self._deposit
-        self.announcements = Announcements(self.accumulators, group)
+        self.agreement = features.make_agreement(self.accumulators, group)
         on_device = any(bucket.device.type != "cpu" for bucket in self.plan.buckets)
         self.backwards = Backwards(weakly(self._drop_failed), drops_late=on_device)
         passes = features.pipelines
@@ -125,7 +124,7 @@ class Runtime(Core):
         added = plan.buckets[len(self.plan.buckets) :]
         self.buffers.grow(plan)
         self.accumulators.grow()
-        self.announcements.grow()
+        self.agreement.grow()
         self.group.set_plan(plan)
         self.params.update(params)
         self.placed.update(params)
@@ -175,11 +174,11 @@ class Runtime(Core):
         if torch_private.current_graph_task() == -1:
             drop_failed()
             self._notice_changes()
-        self.announcements.token_counts.count(number)
+        self.agreement.token_counts.count(number)
 
     def _count_backward(self, program: Program | None) -> None:
         """Counts each outermost backward that brings a gradient, for `zc.count`."""
-        counts = self.announcements.token_counts
+        counts = self.agreement.token_counts
         if counts.is_in_backward or (program is not None and not program.gradients):
             return
         if not self.backwards.defer_to_outer(weakly(self.begin_backward)):
@@ -188,7 +187,7 @@ class Runtime(Core):
     def _announce(self, program: Program | None) -> None:
         """Announces a backward with its first gradient. A ``program`` that brings none announces nothing: autograd has
         to see all of its gradients, or this is torch.autograd.grad, in which other ranks may run no graph at all."""
-        if self.plan.num_ranks == 1 or not self.current_plan.reduces or self.announcements.has_proposal:
+        if self.plan.num_ranks == 1 or not self.current_plan.reduces or self.agreement.has_proposal:
             return
         if program is not None and not program.gradients:
             return
@@ -196,19 +195,19 @@ class Runtime(Core):
         if self.backwards.defer_to_outer(weakly(self.begin_backward)):
             return
         if program is None:
-            self.announcements.begin("hooks", None, frozenset(), is_boundary=self.is_boundary)
+            self.agreement.begin("hooks", None, frozenset(), is_boundary=self.is_boundary)
             return
         # a graph that does not bring all gradients is one of several: the last backward like it tells which ones
         is_all = len(program.gradients) == sum(b.num_params for b in self.plan.buckets)
         reductions = program.reductions if is_all else None
-        self.announcements.begin(program.name, reductions, program.gradients, is_boundary=self.is_boundary)
+        self.agreement.begin(program.name, reductions, program.gradients, is_boundary=self.is_boundary)
 
     def run_program(self, program: Program, args: list[object]) -> tuple[object, ...]:
         """A compiled backward graph, from its first node to its last."""
         self.begin_backward(program)
         self.ledger.step.runs[program.name] += 1
         log.debug("%s: runs, fills %s", program.name, sorted(program.buckets))
-        outputs = program(args, self.streams, self.announcements.permission(program.reductions))
+        outputs = program(args, self.streams, self.agreement.permission(program.reductions))
         if program.plan.reduces:
             self.deposits.reduced |= program.buckets
         self._flush_complete()
@@ -255,18 +254,18 @@ class Runtime(Core):
     def _end_backward(self) -> None:
         """Autograd's final callback. Deposits of incomplete buckets are written, with zeros where no gradient came."""
         reduces = self.plan.placement.shards_gradients
-        if not reduces or self.plan.num_ranks == 1:  # stage 1 has room for a partial sum; one rank has nobody to ask
-            self._flush(sorted(self.deposits.buckets), reduce=reduces)
-        if reduces and self.announcements.differs():
+        if not reduces:  # stage 1 has room for a partial sum
+            self._flush(sorted(self.deposits.buckets), reduce=False)
+        if reduces and self.agreement.differs():
             self.say_once(
                 "ranks were to reduce other buckets in one backward, or have other numbers of backwards: the gradients "
                 "of such a backward are whole to its end, or to the update, as without ZeRO-2"
             )
-        self._reduce(self.announcements.rest(self.deposits.buckets), is_boundary=self.is_boundary)
+        self._reduce(self.agreement.rest(self.deposits.buckets), is_boundary=self.is_boundary)
         self.deposits.reduced.clear()
-        self._reduce(self.announcements.end(self.deposits.buckets), is_boundary=self.is_boundary)
+        self._reduce(self.agreement.end(self.deposits.buckets), is_boundary=self.is_boundary)
         self.deposits.clone()
-        self.announcements.token_counts.end_backward()
+        self.agreement.token_counts.end_backward()
         if self.config.backend != "eager" and not self.programs:
             self.say_once("nothing of the model was compiled: every gradient came in through its parameter's hook")
         self.listener.gradients_ready()
@@ -285,13 +284,13 @@ class Runtime(Core):
 
     def _cut_short(self) -> None:
         """Reduces what all ranks have agreed to reduce in a backward that did not end on this one: others wait."""
-        if self.announcements.has_proposal and self.group.can_exchange:
+        if self.agreement.has_proposal and self.group.can_exchange:
             self.streams.join_main()  # each reduction that was issued has begun, and is counted
-            self._reduce(self.announcements.cut_short(), is_boundary=self.is_boundary)
+            self._reduce(self.agreement.cut_short(), is_boundary=self.is_boundary)
 
     def _flush(self, buckets: Sequence[int], *, reduce: bool) -> None:
         """Writes the deposits of these buckets, which are complete or at the end of their backward."""
-        may_reduce = self.announcements.permission(buckets) if reduce else None
+        may_reduce = self.agreement.permission(buckets) if reduce else None
         # in stage 2 a microbatch in no_sync reduces, too; its copy to host memory waits for the boundary
         is_boundary = reduce and self.is_boundary
         for index in buckets:
@@ -345,7 +344,7 @@ class Runtime(Core):
 
     def _divide_by_tokens(self) -> None:
         """What `zc.count` asks for. No stream uses the accumulators."""
-        for optimizer, scale in enumerate(self.announcements.token_counts.take_scales()):
+        for optimizer, scale in enumerate(self.agreement.token_counts.take_scales()):
             if scale is None:
                 continue
             for bucket in self.plan.of_optimizer(optimizer):
@@ -360,7 +359,7 @@ class Runtime(Core):
             self.buffer_sync.send_last()
         self.streams.join_main()
         try:
-            is_alone = self._announce_boundary(by_grad=by_grad, is_last=is_last)
+            is_alone = self._reduce_rest(by_grad=by_grad, is_last=is_last)
         except RankMismatchError:
             raise
         except ZcError:  # on all ranks: this boundary was none, and the next one sends buffers again
@@ -384,35 +383,30 @@ class Runtime(Core):
                 self.deposits.land(self.plan, bucket.index)
         self.streams.join_main()
 
-    def _announce_boundary(self, *, by_grad: bool, is_last: bool) -> bool:
-        """Waits until all ranks are at the boundary. One small exchange on the host tells which parameters have a
-        gradient on any of them, and which buckets some rank has yet to reduce. Returns whether no rank had a backward
-        since the last boundary."""
-        if self.plan.num_ranks == 1:
-            if is_last:
-                self.announcements.token_counts.agree([self.announcements.token_counts.row()])
-            return False
+    def _reduce_rest(self, *, by_grad: bool, is_last: bool) -> bool:
+        """Returns once all ranks are at the boundary, and what some rank had yet to reduce is reduced: whether no rank
+        had a backward since the last boundary."""
         partial_sums = {bucket for bucket, state in enumerate(self.accumulators.state) if state is Acc.PARTIAL}
         unreduced = partial_sums | self.deposits.buckets
-        buckets, is_alone = self.announcements.boundary(unreduced, by_grad=by_grad, is_last=is_last)
+        buckets, is_alone = self.agreement.boundary(unreduced, by_grad=by_grad, is_last=is_last)
         self._reduce(buckets, is_boundary=True)
         self.streams.join_main()
         return is_alone
 
     def _reduce(self, buckets: Sequence[int], *, is_boundary: bool) -> None:
-        """Reduces the deposits or partial sums of these buckets (zc/engine/announcements.py). All ranks call it, also
+        """Reduces the deposits or partial sums of these buckets (zc/engine/agreement.py). All ranks call it, also
         those that have none; a model that was called twice may have proposed a bucket twice."""
         for index in buckets:
             if self.plan.placement.shards_gradients:
-                self.deposits.flush(self.plan, index, is_boundary=is_boundary, may_reduce=self.announcements.agreed)
+                self.deposits.flush(self.plan, index, is_boundary=is_boundary, may_reduce=self.agreement.agreed)
             else:
-                self.deposits.reduce(self.plan, index, may_reduce=self.announcements.agreed)
+                self.deposits.reduce(self.plan, index, may_reduce=self.agreement.agreed)
 
     def _notice_changes(self) -> None:
         """Drops gradients that the caller has dropped in a way that does not call zc: ``param.grad = None``, the stock
         model.zero_grad(), the zero_grad of the optimizer's class. Takes over sharded values that were assigned to
         ``param.grad``. Raises ZcError if some of the others may hold a part of a backward that raised."""
-        flags = self.announcements.has_grad
+        flags = self.agreement.has_grad
         cleared, assigned = self._changes()
         num_others = sum(map(sum, flags)) - len(cleared) + sum(not flags[bucket][slot] for bucket, slot in assigned)
         has_failed = self._phase is Phase.FAILED
@@ -426,7 +420,7 @@ class Runtime(Core):
             )
         if cleared:
             self.drop(cleared, set_to_none=True)
-        if self.announcements.token_counts.has_any and not self.is_finished:
+        if self.agreement.token_counts.has_any and not self.is_finished:
             self._refuse_assigned(assigned)
         self._take_values(assigned)
 
@@ -443,7 +437,7 @@ class Runtime(Core):
 
     def _changes(self) -> param_grads.Changes:
         with torch_private.without_torch_function():  # faster: parameters may be watched
-            return param_grads.changes(self.plan, self.announcements.has_grad, self.params, self.sharded_grads)
+            return param_grads.changes(self.plan, self.agreement.has_grad, self.params, self.sharded_grads)
 
     def _take_values(self, assigned: Sequence[Where]) -> None:
         """Takes over the sharded values among these parameters' ``.grad``. Finished gradients are replaced at once.
@@ -463,7 +457,7 @@ class Runtime(Core):
             self.wait_for_host_memory()
         else:
             self._drop(list(values), set_to_none=False)
-        self.announcements.assign(values)
+        self.agreement.assign(values)
         for (bucket, slot), value in values.items():
             self.accumulators.touched[bucket][slot] = True
             self.accumulators.assigned[bucket, slot] = value
@@ -487,7 +481,7 @@ class Runtime(Core):
         self._join_gradients()
         self._forget_boundary()
         self.wait_for_host_memory()
-        without_any = self.announcements.drop(slots, set_to_none=set_to_none)
+        without_any = self.agreement.drop(slots, set_to_none=set_to_none)
         for bucket, slot in slots:
             self.deposits.drop(bucket, slot)
             self.accumulators.drop(bucket, slot, set_to_none=set_to_none)
@@ -510,12 +504,12 @@ class Runtime(Core):
             self.deposits.drop_bucket(bucket.index, set_to_none=set_to_none)
         if len(buckets) == len(self.plan.buckets):  # with all gradients, those of a backward that raised are dropped
             self.backwards.clear()
-            self.announcements.token_counts.end_backward()
+            self.agreement.token_counts.end_backward()
             self.deposits.reduced.clear()
             if self._phase is Phase.FAILED:
                 self._phase = Phase.OPEN
         self._forget_boundary()
-        self.announcements.clear(buckets, set_to_none=set_to_none)
+        self.agreement.clear(buckets, set_to_none=set_to_none)
         if set_to_none:
             self.listener.gradients_cleared(optimizer)
         self.accumulators.clear(buckets, set_to_none=set_to_none)
@@ -537,7 +531,7 @@ class Runtime(Core):
             nbytes_sent=self.group.take_nbytes_sent(),
             nbytes_moved=nbytes_moved,
             exposed_s=exposed_s,
-            waits=self.announcements.pop_waits(),
+            waits=self.agreement.pop_waits(),
         )
         self.streams.clock.end_step(len(self.ledger.graphs), exposed_s)
         if self.ledger.num_steps == 1:

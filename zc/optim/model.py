@@ -77,7 +77,7 @@ class ShardedModel(Listener):
         """Sets ``param.grad`` of every parameter with a gradient to its ShardedGrad."""
         self.grad_shards.forget_numbers()
         self._writes.check_places()
-        flags = self.runtime.announcements.has_grad
+        flags = self.runtime.agreement.has_grad
         params, grads = self.runtime.params, self.runtime.sharded_grads
         with torch_private.without_torch_function():  # faster: parameters may be watched
             for bucket in self.runtime.plan.buckets:
