@@ -52,7 +52,7 @@ WINGS = {
 }  # fmt: skip
 # Imports of wings that the core still has, in functions or for types, too. The list only gets shorter.
 STILL = """
-zc.engine.features -> zc.weights.weights
+zc.engine.weights -> zc.weights.weight_uses
 """
 
 

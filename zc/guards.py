@@ -30,7 +30,7 @@ from zc.optim.sharded_grad import ShardedGrad
 
 if TYPE_CHECKING:
     from zc.engine.runtime import Runtime
-    from zc.weights.weights import Weights
+    from zc.engine.weights import Weights
 
 _NAME = "_zc_compiled"
 _TEXT = (

@@ -24,6 +24,7 @@ from zc.engine.binding import Operations
 from zc.engine.buffers import Buffers
 from zc.engine.deposits import Deposits
 from zc.engine.program import build
+from zc.engine.weights import gather_graph
 from zc.features import ROUTES
 from zc.passes import insert_events, place_on_streams, verify
 from zc.passes.pipeline import pipeline
@@ -35,7 +36,6 @@ from zc.planning.topology import Topology
 from zc.ranks import exchanges, group
 from zc.ranks.group import Group
 from zc.ranks.routes import Routes
-from zc.weights.weights import gather_graph
 
 SHAPE = (1024, 256)
 NUMEL = 1024 * 256

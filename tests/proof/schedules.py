@@ -14,6 +14,7 @@ from simulation import Case
 from torch import fx
 
 from zc.config import Config
+from zc.engine.weights import gather_graph, publish_graph
 from zc.offload.host_step import step_graph
 from zc.passes import insert_events, offload_gradients, place_on_streams, reduce_buckets, window_weights
 from zc.passes.debt import Debt
@@ -34,7 +35,6 @@ from zc.schedule.spec import (
     Segment,
     WgradInto,
 )
-from zc.weights.weights import gather_graph, publish_graph
 
 Shape = Callable[["Builder"], Sequence[fx.Node]]
 NOTHING_OWED = Debt()

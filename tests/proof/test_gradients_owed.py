@@ -22,6 +22,7 @@ from simulation import Case, Plain, is_wrong, plan_of, replaced
 from tiers import FULL
 
 from zc.engine import deposits
+from zc.engine.weights import gather_graph
 from zc.passes.base import copy_graph
 from zc.passes.debt import Debt
 from zc.passes.pipeline import pipeline
@@ -32,7 +33,6 @@ from zc.planning.wire import Wire
 from zc.schedule.buffer import MAIN
 from zc.schedule.nodes import change, op_of, put, steps
 from zc.schedule.spec import AccumulateCast, Deposit, FlattenCast
-from zc.weights.weights import gather_graph
 
 NUM_ORDERS = 200 if FULL else 3
 

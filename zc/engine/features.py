@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from zc.engine.accumulators import Accumulators, Function
     from zc.engine.buffers import Buffers
     from zc.engine.core import Core
+    from zc.engine.weights import Weights
     from zc.passes.base import Pipelines
     from zc.planning.hops import Way
     from zc.planning.plan import Plan
     from zc.ranks.group import Group
     from zc.ranks.routes import MakeRoute
     from zc.schedule.spec import Op
-    from zc.weights.weights import Weights
 
 # The gradients of the parameters that this rank updates, by bucket: of optimizers that read whole ones
 GatherWhole = Callable[["Plan", "Buffers", "Group", Sequence[int]], dict[int, Tensor]]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from zc.engine.weights import Weights
 from zc.weights.overlapped import OverlappedWeights
-from zc.weights.weights import Weights
 
 if TYPE_CHECKING:
     from zc.engine.core import Core

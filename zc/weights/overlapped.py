@@ -48,12 +48,12 @@ from zc import torch_private
 from zc.engine.names import Places
 from zc.engine.part import weakly
 from zc.engine.program import Program
+from zc.engine.weights import Weights, publish_graph
 from zc.errors import ZcError
 from zc.planning.kinds import block_of, split_name
 from zc.planning.plan import Plan
 from zc.schedule.buffer import Buffer, carried_event
 from zc.weights.param import ManagedParams
-from zc.weights.weights import Weights, publish_graph
 
 if TYPE_CHECKING:
     from zc.engine.core import Core

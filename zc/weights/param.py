@@ -35,7 +35,7 @@ from zc.planning.layout import own_strides
 from zc.weights.asked import viewed_by
 
 if TYPE_CHECKING:
-    from zc.weights.weights import Weights
+    from zc.engine.weights import Weights
 
 _OWNERS: Any = WeakIdKeyDictionary()  # parameter -> its ManagedParams
 _COMING: weakref.WeakSet[ManagedParams] = weakref.WeakSet()  # of the models whose weights come, in this process

@@ -21,12 +21,12 @@ from zc.engine.names import Places
 from zc.engine.owners import spread_run
 from zc.engine.part import weakly
 from zc.engine.program import Program
+from zc.engine.weights import Weights
 from zc.errors import ZcError
 from zc.weights.model_passes import ModelPasses
 from zc.weights.param import ManagedParams, give_bytes
 from zc.weights.state_dicts import StateDicts
 from zc.weights.weight_uses import WeightUses
-from zc.weights.weights import Weights
 from zc.weights.whole_params import WholeParams
 
 if TYPE_CHECKING:

@@ -32,7 +32,7 @@ from zc.weights.state_dicts import write_value
 
 if TYPE_CHECKING:
     from zc.engine.core import Core
-    from zc.weights.weights import Programs
+    from zc.engine.weights import Programs
 
 
 @dataclass
