@@ -41,7 +41,6 @@ from zc.schedule.spec import Publish, Spread, gather_node
 
 if TYPE_CHECKING:
     from zc.engine.core import Core
-    from zc.weights.weight_uses import PlannedPass
 
 
 def gather_graph(plan: Plan, buckets: Sequence[int]) -> fx.Graph:
@@ -90,9 +89,8 @@ class Weights(Part):
         """The schedules that have run so far, for explain."""
         return list(self._programs.values())
 
-    @property
-    def planned(self) -> list[PlannedPass]:
-        """The passes over shards that are planned so far, for explain."""
+    def describe_passes(self) -> list[str]:
+        """What the passes over shards that are planned so far gather and free, for explain."""
         return []
 
     @property

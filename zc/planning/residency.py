@@ -28,6 +28,7 @@ from zc.errors import PlanError
 from zc.planning.layout import ALIGN_NBYTES, align_up
 
 _NEVER = 1 << 60
+_BAR = 24  # characters
 Uses = tuple[tuple[int, ...], ...]  # the buckets that each use of a pass reads
 
 
@@ -56,6 +57,23 @@ class Residency:
     uses: Uses
     peak: int
     nbytes: int
+
+    def table(self, cap: int) -> str:
+        """A line for each use: what it reads, what is gathered and freed before it, and the bytes that are there then,
+        with a bar: `_BAR` characters are ``cap``, the most bytes that weight_nbytes allows."""
+        lines = [f"at most {self.peak:,} bytes of gathered weights at a time; weight_nbytes allows {cap:,}"]
+        lines.append(f"{'use':>5}  {'reads':<14} {'gathered before it':<22} {'freed before it':<18} bytes there")
+        alive = 0
+        for number, piece in enumerate(self.pieces):
+            alive += sum(e.stop - e.start for e in piece.gathers) - sum(e.stop - e.start for e in piece.frees)
+            reads, gathers, frees = (
+                ", ".join(str(extent.bucket) for extent in extents) or "-"
+                for extents in (piece.reads, piece.gathers, piece.frees)
+            )
+            use = str(number) if number < len(self.uses) else "end"
+            bar = "#" * -(-alive * _BAR // max(1, cap))
+            lines.append(f"{use:>5}  {reads:<14} {gathers:<22} {frees:<18} {alive:>13,} |{bar:<{_BAR}}|")
+        return "\n".join(lines)
 
 
 def smallest_cap(uses: Sequence[tuple[int, ...]], nbytes: Sequence[int] | Mapping[int, int]) -> int:

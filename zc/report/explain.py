@@ -16,7 +16,7 @@ from zc.offload.host_step import HostStep
 from zc.planning.hops import Way, hops_to_gather
 from zc.planning.plan import Bucket, Plan
 from zc.registry import persistent_nbytes, sharded
-from zc.report import last_step, residency, summary
+from zc.report import last_step, summary
 from zc.report.html import BucketBar, page
 from zc.report.timeline import measured, simulate
 from zc.schedule.nodes import summary as counts_of
@@ -85,8 +85,8 @@ def _sections(model: nn.Module) -> dict[str, str]:
     kinds = [type(each.optimizer).__name__ for each in optimizers]
     if len(kinds) > 1 or any(b.layout.owners is not None for b in runtime.plan.buckets):
         sections["optimizers"] = _optimizers(runtime, kinds)
-    for number, planned in enumerate(runtime.weights.planned):
-        sections[f"residency of weights, pass {number}"] = residency.table(planned.residency, runtime.plan)
+    for number, table in enumerate(runtime.weights.describe_passes()):
+        sections[f"residency of weights, pass {number}"] = table
     if runtime.plan.offload is not None:
         sections["offload"] = _offload(runtime, [o.updater for o in optimizers if isinstance(o.updater, HostStep)])
     by_bucket = _schedules_of_buckets(runtime)

@@ -21,12 +21,12 @@ from zc.planning.blocks import find_kinds
 from zc.planning.packing import ParamSpec
 from zc.planning.placement import PLACEMENTS
 from zc.planning.plan import Plan
+from zc.planning.residency import plan_residency
 from zc.planning.topology import Topology, flat, usable
 from zc.planning.traits import TRAITS, counted_names
 from zc.prepare import plan_for
 from zc.registry import COMPILED
 from zc.report.estimate import Estimate, Peer, estimate
-from zc.report.residency import expected_table
 
 if TYPE_CHECKING:
     from zc.optim.model import ShardedModel
@@ -156,7 +156,7 @@ def plan(
             with contextlib.suppress(PlanError):  # a stage that zc.compile refuses is no alternative
                 other = estimate_of(of_stage(number))
                 others[f"zc, stage {number}"] = Peer(other.device_nbytes, sum(other.wire.values()))
-    residency = expected_table(chosen_plan) if chosen_plan.sharded else ""
+    residency = _residency(chosen_plan) if chosen_plan.sharded else ""
     return replace(chosen, peers={**others, **chosen.peers}, residency=residency)
 
 
@@ -209,3 +209,11 @@ def _optimizers(
             )
         owners[name] = classes.index(by_pattern[pattern])
     return classes, owners
+
+
+def _residency(plan: Plan) -> str:
+    """The table of a forward in the order of registration and its backward."""
+    # bucket 0, and the first of the frozen ones, have what was registered last
+    buckets = [(bucket.index,) for bucket in plan.sharded]
+    nbytes = {bucket.index: bucket.nbytes for bucket in plan.sharded}
+    return plan_residency((*reversed(buckets), *buckets), nbytes, plan.weight_cap).table(plan.weight_cap)

@@ -31,7 +31,6 @@ from zc.weights.whole_params import WholeParams
 
 if TYPE_CHECKING:
     from zc.engine.core import Core
-    from zc.weights.weight_uses import PlannedPass
 
 _BETWEEN = "iterate between two updates, on all ranks, and do nothing else with the model meanwhile"
 
@@ -364,10 +363,9 @@ class ShardedWeights(Weights):
         self._uses.grow()
         self.whole.grow()
 
-    @property
-    def planned(self) -> list[PlannedPass]:
-        """Those so far, for explain."""
-        return self._uses.planned
+    def describe_passes(self) -> list[str]:
+        """A table of each pass."""
+        return [planned.residency.table(self.core.plan.weight_cap) for planned in self._uses.planned]
 
     @property
     def clocked(self) -> list[Program]:
