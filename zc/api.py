@@ -24,9 +24,9 @@ from zc.diverged import files
 from zc.engine.buffer_sync import BufferSync, has_buffers
 from zc.engine.buffers import Buffers
 from zc.engine.host_memory import HostMemory
+from zc.engine.param_checks import Unset
 from zc.engine.runtime import Runtime
 from zc.engine.streams import make_streams
-from zc.engine.unset import Unset
 from zc.engine.updater import Updater
 from zc.errors import ZcError
 from zc.features import RANKS, features_of

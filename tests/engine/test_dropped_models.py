@@ -18,7 +18,7 @@ from torch import nn
 
 import zc
 from zc import registry
-from zc.engine.accumulators import Accumulators
+from zc.engine.buffers import Accumulators
 from zc.ranks.process_groups import ProcessGroups
 
 

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from zc.engine.accumulators import Function
-    from zc.engine.buffers import Buffers
+    from zc.engine.buffers import Buffers, Function
     from zc.engine.core import Core
     from zc.passes.base import Pipelines
     from zc.planning.hops import Way

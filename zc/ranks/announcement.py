@@ -66,7 +66,7 @@ class Announcement:
             self._work = group.gather_on_host(received, sent, text)
 
     def may_reduce(self, *, starts: bool = False) -> bool:
-        """`zc.engine.binding.MayReduce`."""
+        """`zc.engine.operations.MayReduce`."""
         is_same = self.is_same()
         self.num_started += is_same and starts
         return is_same

@@ -1,4 +1,4 @@
-"""For which rank a thread waits, and when: noted only while somebody asks, as the clock does (`zc.engine.clock`).
+"""For which rank a thread waits, and when: noted only while somebody asks, as the clock does (`zc.engine.ledger`).
 
 The host waits where ranks are on CPUs. Elsewhere a device's stream waits by itself, and nothing is noted.
 """

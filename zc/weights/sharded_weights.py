@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from zc import torch_private
+from zc.engine.core import Core, weakly
 from zc.engine.memory_order import in_shape
-from zc.engine.names import Places
 from zc.engine.owners import spread_run
-from zc.engine.part import weakly
+from zc.engine.param_checks import Places
 from zc.engine.program import Program
 from zc.errors import ZcError
 from zc.weights.model_passes import ModelPasses
@@ -30,7 +30,6 @@ from zc.weights.weights import Weights
 from zc.weights.whole_params import WholeParams
 
 if TYPE_CHECKING:
-    from zc.engine.core import Core
     from zc.weights.weight_uses import PlannedPass
 
 _BETWEEN = "iterate between two updates, on all ranks, and do nothing else with the model meanwhile"

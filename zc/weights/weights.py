@@ -30,8 +30,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils.hooks import RemovableHandle
 
-from zc.engine.names import Places
-from zc.engine.part import Part
+from zc.engine.core import Core, Part
+from zc.engine.param_checks import Places
 from zc.engine.program import Program
 from zc.kernels._private import copy_all_
 from zc.planning.plan import Plan
@@ -40,7 +40,6 @@ from zc.schedule.nodes import put
 from zc.schedule.spec import Publish, Spread, gather_node
 
 if TYPE_CHECKING:
-    from zc.engine.core import Core
     from zc.weights.weight_uses import PlannedPass
 
 
