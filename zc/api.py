@@ -42,8 +42,7 @@ from zc.optim.optimizer import ShardedOptimizer
 from zc.plan_checks import check_shards_fit
 from zc.planning.blocks import find_singles, matrices_around
 from zc.prepare import Request, fingerprint, notes_of, resolve
-from zc.ranks.group import Group
-from zc.ranks.mesh import ranks_of
+from zc.ranks.group import Group, ranks_of
 from zc.registry import COMPILED, is_ours, sharded
 
 

@@ -109,7 +109,7 @@ MUTANTS: Sequence[Mutant] = (
         Scenario(2, model="mlp", options=HOST, late={"side": 2000}),
     ),
     Mutant(
-        "nobody waits for a collective", "zc.ranks.work",
+        "nobody waits for a collective", "zc.ranks.exchanges",
         "            work.wait()\n            return True\n        try:",
         "            return True\n        try:", MLP_2,
     ),

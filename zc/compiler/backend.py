@@ -17,8 +17,16 @@ import torch
 from torch import fx
 
 from zc import torch_private
-from zc.compiler.backward import CompiledBackward
-from zc.compiler.graphs import Block, CompiledForward, Hook, Origin, Traced, as_traced, keep_from_writes
+from zc.compiler.graphs import (
+    Block,
+    CompiledBackward,
+    CompiledForward,
+    Hook,
+    Origin,
+    Traced,
+    as_traced,
+    keep_from_writes,
+)
 from zc.compiler.segments import interpret
 from zc.engine import param_checks
 from zc.errors import ZcError

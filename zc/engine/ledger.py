@@ -22,7 +22,7 @@ from zc import torch_private
 from zc.devices import allocated_nbytes
 from zc.machine import num_page_faults, resident_nbytes
 from zc.planning.plan import Bucket
-from zc.ranks.waits import WaitForRank, noting_waits
+from zc.ranks.exchanges import WaitForRank, noting_waits
 
 if TYPE_CHECKING:
     from zc.engine.program import Program

@@ -23,7 +23,7 @@ import torch
 from torch import Event, Stream
 
 from zc.engine.ledger import Clock
-from zc.ranks import ending
+from zc.ranks import process
 from zc.schedule.buffer import COMM, HOST, MAIN
 
 Task = Callable[[], object]
@@ -78,7 +78,7 @@ class Lane:
         # other one meanwhile.
         self.error: BaseException | None = None
         self._tasks: queue.SimpleQueue[Task | _Fence | None] = queue.SimpleQueue()
-        self.thread = ending.start_thread(_work, (weakref.ref(self), self._tasks), f"zc {name}")
+        self.thread = process.start_thread(_work, (weakref.ref(self), self._tasks), f"zc {name}")
         self.close = weakref.finalize(self, self._tasks.put, None)
         _LANES.add(self)
 
@@ -92,11 +92,11 @@ _LANES: weakref.WeakSet[Lane] = weakref.WeakSet()
 @atexit.register
 def _end_lanes(timeout: float = 10.0) -> None:
     """Lets lanes finish before the interpreter exits: their last tasks may be gathers for which no forward waits. The
-    timeout, in seconds for all lanes together, is for one that hangs in a collective: `zc.ranks.ending` ends it."""
+    timeout, in seconds for all lanes together, is for one that hangs in a collective: `zc.ranks.process` ends it."""
     lanes = list(_LANES)
     for lane in lanes:
         lane.close()
-    ending.join([lane.thread for lane in lanes], timeout)
+    process.join([lane.thread for lane in lanes], timeout)
 
 
 def _work(lane: weakref.ref[Lane], tasks: queue.SimpleQueue[Task | _Fence | None]) -> None:

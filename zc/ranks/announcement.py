@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
+    from zc.ranks.exchanges import Work
     from zc.ranks.group import Group
-    from zc.ranks.work import Work
 
 BOUNDARY = "finish the gradients of an update (optimizer.step, clipping, or reading a gradient)"
 END = "end a backward"  # outside of no_sync
