@@ -37,9 +37,9 @@ CORE = ("planning", "schedule", "passes", "engine", "compiler", "ranks", "optim"
 WINGS = {
     "weights": "zc.weights zc.meta zc.planning.residency zc.planning.frozen zc.passes.window_weights "
                "zc.passes.residency zc.engine.weight_operations",
-    "host": "zc.ranks.links zc.ranks.memory zc.ranks.neighbours zc.ranks.hosts zc.ranks.by_memory",
+    "host": "zc.ranks.neighbours zc.ranks.hosts",
     "wire": "zc.planning.wire zc.ranks.encoded",
-    "watch": "zc.ranks.watch zc.ranks.verdicts",
+    "watch": "zc.ranks.watch",
     "agree": "zc.engine.announcements zc.ranks.announcement",
     "owners": "zc.planning.ownership zc.engine.owners",
     "offload": "zc.offload zc.passes.offload_gradients zc.engine.host_memory",

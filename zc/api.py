@@ -24,9 +24,9 @@ from zc.diverged import files
 from zc.engine.buffer_sync import BufferSync, has_buffers
 from zc.engine.buffers import Buffers
 from zc.engine.host_memory import HostMemory
+from zc.engine.param_checks import Unset
 from zc.engine.runtime import Runtime
 from zc.engine.streams import make_streams
-from zc.engine.unset import Unset
 from zc.engine.updater import Updater
 from zc.errors import ZcError
 from zc.features import RANKS, features_of
@@ -42,8 +42,7 @@ from zc.optim.optimizer import ShardedOptimizer
 from zc.plan_checks import check_shards_fit
 from zc.planning.blocks import find_singles, matrices_around
 from zc.prepare import Request, fingerprint, notes_of, resolve
-from zc.ranks.group import Group
-from zc.ranks.mesh import ranks_of
+from zc.ranks.group import Group, ranks_of
 from zc.registry import COMPILED, is_ours, sharded
 
 

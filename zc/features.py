@@ -11,10 +11,10 @@ from zc.engine.announcements import Announcements
 from zc.engine.features import Features
 from zc.passes.pipeline import pipelines
 from zc.planning.hops import Way
-from zc.ranks.by_memory import by_memory
 from zc.ranks.control import Parts
 from zc.ranks.encoded import encoded
 from zc.ranks.hosts import find_hosts
+from zc.ranks.neighbours import by_memory
 from zc.ranks.routes import MakeRoute
 from zc.ranks.watch import Watch
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from zc import torch_private
 from zc.checks import left_to_ranks
 from zc.engine.memory_order import flattened, in_shape
-from zc.engine.unset import poison
+from zc.engine.param_checks import poison
 from zc.planning.plan import Bucket
 from zc.ranks.group import Group
 from zc.weights.param import without_bytes

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from zc import torch_private
-from zc.engine.names import Names
+from zc.engine.param_checks import Names
 from zc.errors import PlanError, ZcError
 from zc.optim.sharded_grad import ShardedGrad
 

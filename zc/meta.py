@@ -12,7 +12,7 @@ import contextlib
 import torch
 from torch import nn
 
-from zc.engine.unset import poison
+from zc.engine.param_checks import poison
 from zc.errors import PlanError
 from zc.weights.param import without_bytes
 
@@ -23,8 +23,8 @@ def place(
     """Moves what ``model`` has on meta to ``device``: parameters without bytes, whole buffers without values.
 
     Each parameter stays the object that optimizers hold. Returns the parameters and buffers that have no value, as
-    `zc.engine.unset.Unset` takes them. Raises PlanError if ``device`` is missing, or the stage keeps whole weights;
-    nothing has changed then.
+    `zc.engine.param_checks.Unset` takes them. Raises PlanError if ``device`` is missing, or the stage keeps whole
+    weights; nothing has changed then.
     """
     unset_params: list[str] = []
     unset_buffers: list[tuple[str, nn.Module, str]] = []

@@ -13,7 +13,7 @@ from zc import kernels
 from zc.checks import check_model, check_module, check_optimizers, left_to_ranks, owners_of, shardable
 from zc.config import Config
 from zc.devices import is_cuda
-from zc.engine import param_grads
+from zc.engine import param_checks
 from zc.errors import PlanError
 from zc.machine import note_of_connections
 from zc.offload.disk import open_file
@@ -66,7 +66,7 @@ def resolve(model: nn.Module, optimizer: Any, options: Mapping[str, Any], ranks:
     if model in COMPILED:
         raise PlanError(f"this {type(model).__name__} is compiled already: call zc.compile once, before the loop")
     assignment = assign(model, optimizer)
-    param_grads.refuse_compiled_autograd()
+    param_checks.refuse_compiled_autograd()
     device = next(iter(assignment.params.values())).device if config.offload is None else torch.device("cpu")
     for each in assignment.optimizers:
         try_out(each, ranks.shard.world_size, device)

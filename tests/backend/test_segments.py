@@ -205,7 +205,7 @@ def test_a_segment_of_another_global_state_is_compiled_again() -> None:
 
 def test_many_sets_of_hooks_make_a_bounded_number_of_programs() -> None:
     """Each set that autograd has to see was a program of its own, compiled in the middle of a backward."""
-    from zc.compiler.backward import MAX_PROGRAMS
+    from zc.compiler.graphs import MAX_PROGRAMS
 
     model, x = Net(8), torch.randn(8, 32)
     zc.compile(model, torch.optim.SGD(model.parameters(), lr=0.1), backend="aot_eager", bucket_nbytes=32 * 33 * 4)

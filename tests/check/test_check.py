@@ -36,7 +36,7 @@ from zc.checking.progress import Progress
 from zc.checking.reference import Reference
 from zc.checking.values import Randomness, digest, joined, packed, unpacked
 from zc.config import Config
-from zc.ranks.mesh import ranks_of
+from zc.ranks.group import ranks_of
 
 sys.path.insert(0, str(Path(__file__).parent))
 

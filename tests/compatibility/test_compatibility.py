@@ -23,7 +23,7 @@ from tiers import FULL
 from training_runs import counted_collectives, environment
 
 import zc
-from zc.engine import param_grads
+from zc.engine import param_checks
 
 PER_JOB = 24
 COMPILED = 3
@@ -116,7 +116,7 @@ def test_what_is_asked_of_one_gradient_looks_at_no_other(
         zc.compile(model, adamw(model.parameters()), backend="eager")
         model(torch.ones(2, 16)).sum().backward()
         num_params = []
-        monkeypatch.setattr(param_grads, "check", lambda params, *_: num_params.append(len(params)))
+        monkeypatch.setattr(param_checks, "check", lambda params, *_: num_params.append(len(params)))
         if read == "norms and clipping":
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
         else:

@@ -29,10 +29,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import zc
-from zc.engine import device_streams
-from zc.engine.binding import Operations
-from zc.engine.device_streams import DeviceStreams
+from zc.engine import streams as engine_streams
 from zc.engine.host_memory import HostMemory
+from zc.engine.operations import Operations
+from zc.engine.streams import DeviceStreams
 from zc.ranks.exchanges import Exchanges
 from zc.ranks.group import Group
 from zc.schedule.buffer import HOST
@@ -400,8 +400,8 @@ def recorded(with_memory: bool = True) -> Iterator[tuple[Gpu, pytest.MonkeyPatch
 
 def install(patch: pytest.MonkeyPatch, gpu: Gpu) -> None:
     """``gpu`` is torch's one device from here on, for tensors of the CPU."""
-    patch.setattr(device_streams, "Stream", lambda device, priority: Stream(gpu, priority=priority))
-    patch.setattr(device_streams, "Event", lambda device: Event(gpu))
+    patch.setattr(engine_streams, "Stream", lambda device, priority: Stream(gpu, priority=priority))
+    patch.setattr(engine_streams, "Event", lambda device: Event(gpu))
     patch.setattr(torch.accelerator, "current_stream", lambda device=None: gpu.current)
     patch.setattr(Tensor, "record_stream", lambda tensor, stream: gpu.told(tensor, stream))
     patch.setattr(zc.api, "make_streams", DeviceStreams)

@@ -11,7 +11,7 @@ from harness import run_cases
 from torch import nn
 
 import zc
-from zc.engine.binding import Operations
+from zc.engine.operations import Operations
 from zc.optim.reductions import Reduction
 from zc.ranks.announcement import Announcement
 

@@ -19,10 +19,9 @@ from training_runs import environment
 
 import zc
 from zc.config import Config
-from zc.engine.accumulators import Accumulators
-from zc.engine.binding import Operations
-from zc.engine.buffers import Buffers
+from zc.engine.buffers import Accumulators, Buffers
 from zc.engine.deposits import Deposits
+from zc.engine.operations import Operations
 from zc.engine.program import build
 from zc.engine.weights import gather_graph
 from zc.features import ROUTES

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from training_runs import adamw, counted_collectives, environment, sgd
 
 import zc
-from zc.engine.accumulators import Accumulators
+from zc.engine.buffers import Accumulators
 from zc.engine.operations import TABLE
 from zc.ranks.journal import EXCHANGES
 from zc.schedule.spec import Reduce

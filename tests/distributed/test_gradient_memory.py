@@ -18,7 +18,6 @@ from training_runs import adamw
 import zc
 import zc.api
 import zc.engine.buffers
-import zc.engine.ring
 from zc.engine.streams import ThreadStreams
 from zc.errors import ZcError
 from zc.schedule.buffer import COMM
@@ -34,7 +33,7 @@ def _full_of(value: int) -> Iterator[None]:
         raw = torch.full((numel * dtype.itemsize,), value, dtype=torch.uint8, device=device)
         return raw.view(dtype)
 
-    with mock.patch.object(zc.engine.buffers, "empty", empty), mock.patch.object(zc.engine.ring, "empty", empty):
+    with mock.patch.object(zc.engine.buffers, "empty", empty):
         yield
 
 

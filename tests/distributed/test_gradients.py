@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from training_runs import Run, adamw
 
 import zc
-from zc.engine.accumulators import Accumulators
+from zc.engine.buffers import Accumulators
 from zc.engine.operations import TABLE
 from zc.schedule.spec import Reduce
 

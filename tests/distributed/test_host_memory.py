@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from training_runs import Run, environment, message_of, zc_weights
 
 import zc
-from zc.ranks import hosts, memory
+from zc.ranks import hosts, neighbours
 
 RUNS = [
     Run("mlp", stage=2, backend="aot_eager", updates=5), Run("mlp", stage=1, backend="aot_eager", updates=5),
@@ -28,16 +28,16 @@ def _counted(rank: int, world_size: int, run: Run, host_memory: str) -> tuple[di
     """Job: the weights, and how many bytes this rank has read of the others' memory."""
     nbytes: list[int] = []
 
-    def counting(self: memory.Reader, *arguments: int) -> None:
+    def counting(self: neighbours.Reader, *arguments: int) -> None:
         nbytes.append(arguments[-1])
         _READ(self, *arguments)
 
-    memory.Reader.read_into = counting  # type: ignore[method-assign, assignment]
+    neighbours.Reader.read_into = counting  # type: ignore[method-assign, assignment]
     try:
         with environment(ZC_HOST_MEMORY=host_memory):
             return zc_weights(rank, world_size, run), sum(nbytes)
     finally:
-        memory.Reader.read_into = _READ  # type: ignore[method-assign]
+        neighbours.Reader.read_into = _READ  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize(("world_size", "number"), [(2, 0), (3, 3), *([(3, 1), (3, 2)] if FULL else [])])
@@ -52,11 +52,11 @@ def _ways(rank: int, world_size: int, refused_on: int | None, how: str) -> tuple
     """Job: what explain says of the plan and in its notes, after a step; and files of zc's in /dev/shm."""
     if rank == refused_on:
         if how == "kernel":  # as where a sandbox forbids the call
-            memory.Reader.read_into = _forbidden  # type: ignore[method-assign]
+            neighbours.Reader.read_into = _forbidden  # type: ignore[method-assign]
         elif how == "no such call":
             hosts.Reader = _no_reader  # type: ignore[assignment, misc]
         elif how == "another memory":  # a process of this number is there, and is not the rank
-            memory.Reader.read_into = _of_zeros  # type: ignore[method-assign]
+            neighbours.Reader.read_into = _of_zeros  # type: ignore[method-assign]
         elif how == "another process":  # what it has announced is another one's number, as in another PID namespace
             hosts.Listener = _elsewhere  # type: ignore[assignment, misc]
     before = {path.name for path in Path("/dev/shm").iterdir()} if Path("/dev/shm").is_dir() else set()
@@ -67,21 +67,21 @@ def _ways(rank: int, world_size: int, refused_on: int | None, how: str) -> tuple
         model(torch.ones(2, 8)).sum().backward()
         optimizer.step()
     finally:
-        memory.Reader.read_into, hosts.Reader = _READ, memory.Reader  # type: ignore[method-assign, misc]
+        neighbours.Reader.read_into, hosts.Reader = _READ, neighbours.Reader  # type: ignore[method-assign, misc]
         hosts.Listener = _LISTENER  # type: ignore[misc]
     sections = zc.explain(model).sections
     now = {path.name for path in Path("/dev/shm").iterdir()} if Path("/dev/shm").is_dir() else set()
     return sections["plan"], sections["notes"], sorted(now - before)
 
 
-_READ, _LISTENER = memory.Reader.read_into, hosts.Listener
+_READ, _LISTENER = neighbours.Reader.read_into, hosts.Listener
 
 
-def _forbidden(self: memory.Reader, out: int, pid: int, address: int, nbytes: int) -> None:
+def _forbidden(self: neighbours.Reader, out: int, pid: int, address: int, nbytes: int) -> None:
     raise PermissionError(1, f"process {pid} can't be read: Operation not permitted")
 
 
-def _of_zeros(self: memory.Reader, out: int, pid: int, address: int, nbytes: int) -> None:
+def _of_zeros(self: neighbours.Reader, out: int, pid: int, address: int, nbytes: int) -> None:
     ctypes.memset(out, 0, nbytes)
 
 
@@ -124,7 +124,7 @@ def _refused_later(rank: int, world_size: int) -> tuple[str, str]:
     def run() -> None:
         for step in range(3):
             if rank == 1 and step == 1:
-                memory.Reader.read_into = _forbidden  # type: ignore[method-assign]
+                neighbours.Reader.read_into = _forbidden  # type: ignore[method-assign]
             model(torch.ones(2, 8)).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -132,7 +132,7 @@ def _refused_later(rank: int, world_size: int) -> tuple[str, str]:
     try:
         return message_of(run)
     finally:
-        memory.Reader.read_into = _READ  # type: ignore[method-assign]
+        neighbours.Reader.read_into = _READ  # type: ignore[method-assign]
 
 
 def test_a_refusal_in_the_middle_of_a_run_is_named_on_every_rank() -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import zc
-from zc.engine.accumulators import Acc
+from zc.engine.buffers import Acc
 from zc.engine.operations import TABLE
 from zc.engine.streams import ThreadStreams
 from zc.schedule.buffer import COPY, HOST

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from training_runs import message_of, sgd
 
 import zc
-from zc.engine.binding import Operations
+from zc.engine.operations import Operations
 from zc.registry import sharded
 
 LIMIT_S = 30.0  # issue text: "in 30 s at most, on every rank"

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 import zc
-from zc.engine import binding
-from zc.engine.accumulators import Acc
+from zc.engine.buffers import Acc
+from zc.engine.operations import MayReduce, Operations
 
 STEPS = 4
 Tasks = tuple[int, ...]
@@ -157,9 +157,9 @@ def alone(name: str, world_size: int) -> dict[str, Tensor]:
 @contextlib.contextmanager
 def counted_keeps() -> Iterator[list[int]]:
     """[number]: runs of schedules whose gradients were all kept."""
-    count, begin = [0], binding.Operations.reducing_if
+    count, begin = [0], Operations.reducing_if
 
-    def reducing_if(operations: binding.Operations, may_reduce: binding.MayReduce) -> binding.Operations:
+    def reducing_if(operations: Operations, may_reduce: MayReduce) -> Operations:
         is_counted = False
 
         def ask(*, starts: bool = False) -> bool:
@@ -171,7 +171,7 @@ def counted_keeps() -> Iterator[list[int]]:
 
         return begin(operations, ask)
 
-    with mock.patch.object(binding.Operations, "reducing_if", reducing_if):
+    with mock.patch.object(Operations, "reducing_if", reducing_if):
         yield count
 
 

@@ -16,7 +16,7 @@ from training_runs import message_of
 from two_optimizers import CASE, MAKE, Loop, WideMuon, on_ranks, reference, split, torch_muon
 
 import zc
-from zc.ranks.work import Work
+from zc.ranks.exchanges import Work
 from zc.registry import sharded
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")

@@ -14,7 +14,7 @@ from documents import ROOT
 
 import zc
 from bench.report import tables
-from zc.engine import clock
+from zc.engine import ledger
 from zc.planning import packing, wire
 from zc.report import prediction
 
@@ -178,7 +178,7 @@ LIMITS: list[tuple[str, str, Any]] = [
     ("docs/multinode.md", r"those below ([\d,]+) elements", f"{wire.SMALL:,}"),
     ("docs/api.md", r"for up to ([\d,]+) ranks", f"{prediction.MAX_WORLD_SIZE:,}"),
     ("docs/guide.md", r"`stage=(\d)`, the default", inspect.signature(zc.compile).parameters["stage"].default),
-    ("docs/guide.md", r"zc clocks the (\w+) step after", {2: "third"}[clock.SETTLE]),
+    ("docs/guide.md", r"zc clocks the (\w+) step after", {2: "third"}[ledger.SETTLE]),
 ]  # fmt: skip
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from zc.engine.clock import Clock
+from zc.engine.ledger import Clock
 
 
 class Inline:

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from zc import checks, devices, kernels
-from zc.engine.device_streams import DeviceStreams
 from zc.engine.host_memory import HostMemory
-from zc.engine.streams import ThreadStreams, make_streams
+from zc.engine.streams import DeviceStreams, ThreadStreams, make_streams
 from zc.errors import PlanError
 
 XPU, MPS = torch.device("xpu", 1), torch.device("mps", 0)

@@ -18,8 +18,8 @@ from torch import nn
 
 import zc
 from zc import registry
-from zc.engine.accumulators import Accumulators
-from zc.ranks.process_groups import ProcessGroups
+from zc.engine.buffers import Accumulators
+from zc.ranks.control import ProcessGroups
 
 
 def assert_freed(params: list[weakref.ref[Any]]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 
-from zc.engine.part import weakly
+from zc.engine.core import weakly
 
 
 class _Owner:

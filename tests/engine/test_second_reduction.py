@@ -12,8 +12,7 @@ from inline_streams import Inline
 from torch import Tensor
 
 from zc.config import Config
-from zc.engine.accumulators import Accumulators
-from zc.engine.buffers import Buffers
+from zc.engine.buffers import Accumulators, Buffers
 from zc.engine.deposits import Deposits
 from zc.passes.pipeline import pipeline
 from zc.planning.hops import Level

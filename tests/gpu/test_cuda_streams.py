@@ -18,8 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "proof"))
 
 from schedules import SHAPES, make, schedule
 
-from zc.engine.device_streams import DeviceStreams
-from zc.engine.streams import Task
+from zc.engine.streams import DeviceStreams, Task
 from zc.planning.plan import Plan
 from zc.schedule import codegen
 from zc.schedule.buffer import COMM

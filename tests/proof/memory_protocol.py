@@ -4,7 +4,7 @@
 has no branch there, so this list is what a rank does whatever the others do. `explore` runs the lists of all ranks in
 every order, one step at a time. Between two exchanges a rank writes the buffer that the others read. What can go wrong:
 
-- *late*: a message waits until its receiver takes it, while any other step may come first. As in `zc.ranks.links`,
+- *late*: a message waits until its receiver takes it, while any other step may come first. As in `zc.ranks.neighbours`,
   messages of one key from one rank stay in order, and those of different keys don't wait for each other.
 - *repeated*: it arrives twice, the second time at any time after. *lost*: it never arrives.
 - *killed*: a rank ends between any two steps. What it has sent arrives; its memory can't be read any more, and who
@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 import torch
 
 from zc.ranks import neighbours
-from zc.ranks.by_memory import Offers
 from zc.ranks.group import Group
 from zc.ranks.journal import GATHER, REDUCE
+from zc.ranks.neighbours import Offers
 
 NUMEL = 6  # elements of a buffer: a part for each of 2 or 3 ranks
 TORN = -1  # what a buffer holds while it is written
@@ -77,7 +77,7 @@ Exchange = Callable[[Group, torch.Tensor, torch.Tensor], None]
 
 
 def reduce(group: Group, buffer: torch.Tensor, out: torch.Tensor) -> None:
-    """As `zc.ranks.by_memory.Memory.reduce`. ``out`` [ranks, n] <- this rank's part of all buffers."""
+    """As `zc.ranks.neighbours.Memory.reduce`. ``out`` [ranks, n] <- this rank's part of all buffers."""
     num_ranks = len(Offers(group).neighbours.ranks)
     start = group.rank * NUMEL // num_ranks
     offers = Offers(group)
@@ -88,7 +88,7 @@ def reduce(group: Group, buffer: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def gather(group: Group, buffer: torch.Tensor, out: torch.Tensor) -> None:
-    """As `zc.ranks.by_memory.Memory.gather`."""
+    """As `zc.ranks.neighbours.Memory.gather`."""
     offers = Offers(group)
     with offers.offering(GATHER, 0, buffer) as places:
         for peer, place in places.items():

@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from zc.planning.topology import Topology, flat
-from zc.ranks import hosts, memory
-from zc.ranks.links import Links
-from zc.ranks.neighbours import Neighbours
+from zc.ranks import hosts, neighbours
+from zc.ranks.neighbours import Links, Neighbours
 
 
 def test_hosts_and_their_order() -> None:
@@ -112,7 +111,7 @@ def test_a_failure_that_the_watch_has_found_ends_a_wait() -> None:
 
 def test_what_differs_in_size_is_no_read() -> None:
     one, other = _pair()
-    reader = memory.Reader()
+    reader = neighbours.Reader()
     here = Neighbours(0, one, {1: os.getpid()}, reader)
     there = Neighbours(1, other, {0: os.getpid()}, reader)
     sent, taken = torch.arange(6.0), torch.zeros(4)

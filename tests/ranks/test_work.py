@@ -16,8 +16,8 @@ from watched import Shelf, journal_of
 
 import zc
 from zc.ranks import journal
-from zc.ranks.links import Links
-from zc.ranks.work import Call, Work, collective, messages
+from zc.ranks.exchanges import Call, Work, collective, messages
+from zc.ranks.neighbours import Links
 
 
 class AtTheEdge:

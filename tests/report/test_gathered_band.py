@@ -12,8 +12,8 @@ from torch import nn
 
 import zc
 from zc.config import Config
-from zc.engine.binding import Operations
-from zc.engine.clock import ClockedStep, Span
+from zc.engine.ledger import ClockedStep, Span
+from zc.engine.operations import Operations
 from zc.engine.program import Program, build
 from zc.passes.pipeline import PARTS
 from zc.passes.scheduling import scheduling

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import zc
-from zc.engine.clock import Clock
+from zc.engine.ledger import Clock
 from zc.registry import sharded
 from zc.report.html import _cards
 from zc.report.last_step import text_of_sources

@@ -17,7 +17,7 @@ from harness import run_ranks
 from torch import nn
 
 import zc
-from zc.engine.clock import Waited
+from zc.engine.ledger import Waited
 from zc.planning.plan import Plan
 from zc.registry import sharded
 from zc.report.drawing import text_of_waits

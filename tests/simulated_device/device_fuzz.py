@@ -92,7 +92,7 @@ def run_one(plain: Callable[..., Any], rank: int, world_size: int, text: str, si
 @contextlib.contextmanager
 def loses_waits() -> Iterator[None]:
     """A planted fault: no stream of zc's waits for another."""
-    from zc.engine.device_streams import DeviceStreams
+    from zc.engine.streams import DeviceStreams
 
     plain = DeviceStreams.wait
     DeviceStreams.wait = lambda streams, event, stream: None  # type: ignore[method-assign]

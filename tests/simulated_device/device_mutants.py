@@ -14,7 +14,7 @@ from scenarios import Scenario, Seen, train_all
 
 ROOT = Path(__file__).resolve().parents[2]
 
-STREAMS, RUNTIME, WHOLE = "zc.engine.device_streams", "zc.engine.runtime", "zc.weights.whole_params"
+STREAMS, RUNTIME, WHOLE = "zc.engine.streams", "zc.engine.runtime", "zc.weights.whole_params"
 HOST, OVERLAP, ONE = {"offload": "cpu"}, {"overlap_gather": True}, {"bucket_nbytes": 100_000}
 MLP_1, MLP_2, MLP_3 = (Scenario(stage, model="mlp") for stage in (1, 2, 3))
 BRANCHES_2, BRANCHES_3 = (Scenario(stage, model="branches", options=ONE) for stage in (2, 3))
@@ -109,7 +109,7 @@ MUTANTS: Sequence[Mutant] = (
         Scenario(2, model="mlp", options=HOST, late={"side": 2000}),
     ),
     Mutant(
-        "nobody waits for a collective", "zc.ranks.work",
+        "nobody waits for a collective", "zc.ranks.exchanges",
         "            work.wait()\n            return True\n        try:",
         "            return True\n        try:", MLP_2,
     ),

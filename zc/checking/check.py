@@ -26,8 +26,7 @@ from zc.errors import PlanError, ZcError, megabytes
 from zc.features import RANKS
 from zc.log import tell
 from zc.prepare import fingerprint, resolve
-from zc.ranks.group import Group
-from zc.ranks.mesh import ranks_of
+from zc.ranks.group import Group, ranks_of
 from zc.registry import COMPILED
 
 WITHOUT_REFERENCE = ("rank-dependent", "not-finite", "other-optimizer")

@@ -12,7 +12,7 @@ from torch import nn
 from zc.checkpoint.saving import channel_of
 from zc.checkpoint.state import owned
 from zc.engine.memory_order import flattened
-from zc.engine.unset import poison
+from zc.engine.param_checks import poison
 from zc.registry import sharded
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed.checkpoint.api import CheckpointException  # a BaseException
 
 from zc.errors import CheckpointError, ZcError
-from zc.ranks.work import Call
+from zc.ranks.exchanges import Call
 
 if TYPE_CHECKING:
     from zc.optim.model import ShardedModel

@@ -17,10 +17,18 @@ import torch
 from torch import fx
 
 from zc import torch_private
-from zc.compiler.backward import CompiledBackward
-from zc.compiler.graphs import Block, CompiledForward, Hook, Origin, Traced, as_traced, keep_from_writes
+from zc.compiler.graphs import (
+    Block,
+    CompiledBackward,
+    CompiledForward,
+    Hook,
+    Origin,
+    Traced,
+    as_traced,
+    keep_from_writes,
+)
 from zc.compiler.segments import interpret
-from zc.engine import param_grads
+from zc.engine import param_checks
 from zc.errors import ZcError
 from zc.log import log, tell
 from zc.passes.base import returned_by
@@ -50,7 +58,7 @@ def make_backend(runtime: Runtime, find_block: FindBlock = lambda _: None) -> Ca
     num_shared = 0
 
     def zc_backend(gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
-        param_grads.refuse_compiled_autograd()
+        param_checks.refuse_compiled_autograd()
         runtime.backwards.go_on()
         if not runtime.ledger.graphs and runtime.config.backend == "inductor" and runtime.group.rank == 0:
             tell("compiles in the first step; ZC_LOG=info shows what is compiled, ZC_LOG=error hides this line")

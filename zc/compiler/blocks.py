@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from zc import torch_private
-from zc.engine.names import BlockPlaces, Places
+from zc.engine.param_checks import BlockPlaces, Places
 from zc.planning.kinds import BlockKind, block_of, split_name
 from zc.schedule.rebase import rebased, shifts
 

@@ -20,7 +20,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zc.errors import RankLostError, RankMismatchError, ZcError
-from zc.ranks.trail import Entry, frame_of_program
+from zc.ranks.process import Entry, frame_of_program
 from zc.version import __version__
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class Line(NamedTuple):
 
 
 class Call(NamedTuple):
-    """See `zc.ranks.trail.Entry`."""
+    """See `zc.ranks.process.Entry`."""
 
     number: int
     shared: bool

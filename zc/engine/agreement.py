@@ -14,8 +14,8 @@ from zc.engine.ledger import Waits, Where
 from zc.engine.token_counts import TokenCounts
 
 if TYPE_CHECKING:
-    from zc.engine.accumulators import Accumulators
-    from zc.engine.binding import MayReduce
+    from zc.engine.buffers import Accumulators
+    from zc.engine.operations import MayReduce
     from zc.planning.plan import Bucket, Plan
     from zc.ranks.group import Group
 

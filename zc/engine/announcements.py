@@ -38,7 +38,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from zc.engine import param_grads
+from zc.engine import param_checks
 from zc.engine.agreement import Agreement
 from zc.engine.ledger import Waits, Where
 from zc.errors import ZcError
@@ -46,8 +46,8 @@ from zc.planning.plan import Bucket
 from zc.ranks.announcement import BOUNDARY, END, Announcement, compare_pasts, plus, raise_sums_differ
 
 if TYPE_CHECKING:
-    from zc.engine.accumulators import Accumulators
-    from zc.engine.binding import MayReduce
+    from zc.engine.buffers import Accumulators
+    from zc.engine.operations import MayReduce
     from zc.ranks.group import Group
 
 
@@ -221,7 +221,7 @@ class Announcements(Agreement):
         flags = announcement.flags()
         touched, buckets, is_by_grad = self._split(flags)
         if is_by_grad and not announcement.shows_same_grads():  # on all ranks, and nothing has changed
-            raise ZcError(param_grads.grads_differ(self.plan, own_grads, self._grads_in(flags)))
+            raise ZcError(param_checks.grads_differ(self.plan, own_grads, self._grads_in(flags)))
         if is_last:
             self.token_counts.agree(announcement.totals())
         self._num_cleared = 0

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 from zc import torch_private
 from zc.errors import RankMismatchError
-from zc.ranks.work import Work
+from zc.ranks.exchanges import Work
 
 if TYPE_CHECKING:
     from zc.engine.runtime import Runtime

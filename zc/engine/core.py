@@ -2,26 +2,26 @@
 
 There is one object of it for each compiled model, and that is a `Runtime` (`zc.engine.runtime`), which adds the state
 of backwards and updates. Code that needs no such state takes a `Core`, so that it can't depend on it.
+Hooks and Dynamo's caches refer to it by a `Part` or by `weakly`, which do not keep the model alive.
 """
 
 from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
+import torch
 from torch import Tensor, fx, nn
 
-from zc.engine.accumulators import Accumulators, Function
-from zc.engine.binding import Operations
-from zc.engine.buffers import Buffers
+from zc.engine.buffers import Accumulators, Buffers, Function
 from zc.engine.ledger import Ledger
-from zc.engine.names import Names
-from zc.engine.program import Program, build
+from zc.engine.operations import Operations
+from zc.engine.param_checks import Names, Unset
+from zc.engine.program import Program, Segment, build
 from zc.engine.streams import Streams
-from zc.engine.unset import Unset
 from zc.passes.scheduling import scheduling
 from zc.planning.layout import Slot
 from zc.planning.plan import Bucket, Plan
@@ -29,11 +29,8 @@ from zc.ranks.group import Group
 from zc.ranks.routes import Routes
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from zc.config import Config
     from zc.engine.features import Features
-    from zc.engine.program import Segment
     from zc.passes.base import Pass
     from zc.schedule.spec import Op
 
@@ -192,3 +189,36 @@ class Core:
             _, note = self._unsaid.pop(0)
             if not self.group.has_note(note):
                 warnings.warn(f"zc, rank {self.group.rank}, not rank 0: {note}", stacklevel=3)
+
+
+T = TypeVar("T")
+
+
+class Part:
+    """A part of a compiled model. It refers to the model's `Core` weakly, and is used only while the model lives."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = weakref.ref(core)
+
+    @property
+    def core(self) -> Core:
+        core = self._core()
+        assert core is not None, "the model of these parameters is gone"
+        return core
+
+
+def weakly(method: Callable[..., T]) -> Callable[..., T | None]:
+    """A function that calls ``method`` while its object lives, and does nothing later. For hooks, above all those on
+    tensors: Python's collector does not look into them, so a cycle through them would keep a dropped model for ever.
+
+    Dynamo compiles none of it: in a loop that the caller has compiled, a backward is a graph break, and Dynamo would
+    compile each frame that its hooks run.
+    """
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: object) -> T | None:
+        alive = reference()
+        return None if alive is None else alive(*args)
+
+    disabled: Callable[..., T | None] = torch.compiler.disable(call)  # type: ignore[no-untyped-call]
+    return disabled

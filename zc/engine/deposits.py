@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from zc.engine.binding import Operations
+from zc.engine.operations import MayReduce, Operations
 from zc.engine.program import Program, build
 from zc.engine.streams import Streams
 from zc.passes import reduce_buckets
@@ -30,8 +30,7 @@ from zc.schedule.nodes import put
 from zc.schedule.spec import AccumulateCast
 
 if TYPE_CHECKING:
-    from zc.engine.accumulators import Accumulators
-    from zc.engine.binding import MayReduce
+    from zc.engine.buffers import Accumulators
 
 
 MakeGraph = Callable[[Plan, int], fx.Graph]  # for the bucket of that number
@@ -171,7 +170,7 @@ def _gradients(plan: Plan, index: int) -> fx.Graph:
 
 def _reduction_only(plan: Plan, index: int) -> fx.Graph:
     """The reduction of the partial sum in acc_flat. It first adds no gradient, which makes zeros if this rank has no
-    sum, and moves an earlier reduction's result aside (zc/engine/accumulators.py)."""
+    sum, and moves an earlier reduction's result aside (zc/engine/buffers.py)."""
     graph = fx.Graph()
     nothing = put(graph, AccumulateCast(index, Buffer("acc", index), (), ()))
     graph.output(()).meta["debt"] = Debt(sums=frozenset({index}))

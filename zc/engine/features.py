@@ -11,8 +11,7 @@ from torch import Tensor
 from zc.engine.agreement import Agreement
 
 if TYPE_CHECKING:
-    from zc.engine.accumulators import Accumulators, Function
-    from zc.engine.buffers import Buffers
+    from zc.engine.buffers import Accumulators, Buffers, Function
     from zc.engine.core import Core
     from zc.engine.weights import Weights
     from zc.passes.base import Pipelines

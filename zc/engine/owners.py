@@ -15,8 +15,7 @@ from zc.ranks.journal import FROM_OWNERS, TO_OWNERS
 from zc.schedule.spec import Op, Spread
 
 if TYPE_CHECKING:
-    from zc.engine.accumulators import Accumulators, Function
-    from zc.engine.buffers import Buffers
+    from zc.engine.buffers import Accumulators, Buffers, Function
     from zc.planning.plan import Bucket, Plan
     from zc.ranks.group import Group
 

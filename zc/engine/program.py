@@ -19,7 +19,7 @@ from zc.schedule import codegen, spec
 from zc.schedule.nodes import ops as ops_in
 
 if TYPE_CHECKING:
-    from zc.engine.binding import MayReduce, Operations
+    from zc.engine.operations import MayReduce, Operations
 
 Segment = Callable[[list[Any]], Sequence[Any]]
 CompileSegment = Callable[[fx.GraphModule], Segment]

@@ -23,14 +23,12 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from zc import torch_private
-from zc.engine import param_grads
-from zc.engine.accumulators import Acc
+from zc.engine import param_checks
 from zc.engine.backwards import Backwards, drop_failed
-from zc.engine.buffers import Buffers
-from zc.engine.core import AtBoundary, Core, Listener
+from zc.engine.buffers import Acc, Buffers
+from zc.engine.core import AtBoundary, Core, Listener, weakly
 from zc.engine.deposits import Deposits
 from zc.engine.ledger import Where
-from zc.engine.part import weakly
 from zc.engine.program import Program
 from zc.engine.streams import Streams, ThreadStreams
 from zc.errors import RankMismatchError, UncoveredGradientError, ZcError
@@ -41,7 +39,7 @@ from zc.ranks.group import Group
 if TYPE_CHECKING:
     from zc.config import Config
     from zc.engine.features import Features
-    from zc.engine.names import BlockPlaces
+    from zc.engine.param_checks import BlockPlaces
     from zc.ranks.journal import Journal
 
 
@@ -69,7 +67,7 @@ class Runtime(Core):
     """The gradients of one compiled model on one rank. The module and the optimizers know it, nobody else.
 
     Only one thread at a time uses it: autograd's during a backward, the caller's otherwise. The threads of streams run
-    the operations of schedules alone (`zc.engine.accumulators`).
+    the operations of schedules alone (`zc.engine.buffers`).
     """
 
     def __init__(
@@ -155,12 +153,12 @@ class Runtime(Core):
     def begin_backward(self, program: Program | None = None) -> None:
         """Called before each gradient comes, by ``program`` or by a hook, in autograd's thread. For the first one of a
         backward, makes sure that `_end_backward` is called at its end."""
-        param_grads.refuse_compiled_autograd()
+        param_checks.refuse_compiled_autograd()
         if self._phase is not Phase.FAILED:  # then `_notice_changes` raises, or drops all gradients
             self._phase = Phase.OPEN
         if not self.backwards.has_begun():
             self.streams.clock.phase("backward")
-            param_grads.refuse_accumulate_hooks(self.params)
+            param_checks.refuse_accumulate_hooks(self.params)
             drop_failed()
             if not self.backwards.is_any_open:  # a backward around this one has not shown its own gradients yet
                 self._notice_changes()
@@ -321,7 +319,7 @@ class Runtime(Core):
         self.weights.synchronize()
         self.check_names()
         with torch_private.without_torch_function():
-            param_grads.check(self.params, self.frozen, self.sharded_grads, self.listener.is_value)
+            param_checks.check(self.params, self.frozen, self.sharded_grads, self.listener.is_value)
         drop_failed()
         self._notice_changes()
         if self._phase is Phase.FINAL or (by_grad and self.is_finished):
@@ -435,9 +433,9 @@ class Runtime(Core):
                     "gradients, after a read of one"
                 )
 
-    def _changes(self) -> param_grads.Changes:
+    def _changes(self) -> param_checks.Changes:
         with torch_private.without_torch_function():  # faster: parameters may be watched
-            return param_grads.changes(self.plan, self.agreement.has_grad, self.params, self.sharded_grads)
+            return param_checks.changes(self.plan, self.agreement.has_grad, self.params, self.sharded_grads)
 
     def _take_values(self, assigned: Sequence[Where]) -> None:
         """Takes over the sharded values among these parameters' ``.grad``. Finished gradients are replaced at once.

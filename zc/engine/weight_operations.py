@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from zc.engine.accumulators import Accumulators, Function
+from zc.engine.buffers import Accumulators, Function
 from zc.log import log
 from zc.schedule import spec
 from zc.schedule.spec import Op, Spans

@@ -24,23 +24,20 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.utils.hooks import RemovableHandle
 
-from zc.engine.names import Places
-from zc.engine.part import Part
+from zc.engine.core import Core, Part
+from zc.engine.param_checks import Places
 from zc.engine.program import Program
 from zc.kernels._private import copy_all_
 from zc.planning.plan import Plan
 from zc.schedule.buffer import Buffer
 from zc.schedule.nodes import put
 from zc.schedule.spec import Publish, Spread, gather_node
-
-if TYPE_CHECKING:
-    from zc.engine.core import Core
 
 
 def gather_graph(plan: Plan, buckets: Sequence[int]) -> fx.Graph:

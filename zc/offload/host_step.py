@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, fx, nn
 
-from zc.engine.accumulators import Function
+from zc.engine.buffers import Function
 from zc.engine.program import Program
 from zc.engine.updater import Updater
 from zc.machine import num_threads

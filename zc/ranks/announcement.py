@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
+    from zc.ranks.exchanges import Work
     from zc.ranks.group import Group
-    from zc.ranks.work import Work
 
 BOUNDARY = "finish the gradients of an update (optimizer.step, clipping, or reading a gradient)"
 END = "end a backward"  # outside of no_sync
@@ -66,7 +66,7 @@ class Announcement:
             self._work = group.gather_on_host(received, sent, text)
 
     def may_reduce(self, *, starts: bool = False) -> bool:
-        """`zc.engine.binding.MayReduce`."""
+        """`zc.engine.operations.MayReduce`."""
         is_same = self.is_same()
         self.num_started += is_same and starts
         return is_same

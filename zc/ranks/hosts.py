@@ -14,9 +14,7 @@ import torch
 
 from zc.planning.topology import Topology, flat
 from zc.ranks.control import Gather
-from zc.ranks.links import Address, Links, Listener
-from zc.ranks.memory import Reader, let_siblings_read
-from zc.ranks.neighbours import Neighbours
+from zc.ranks.neighbours import Address, Links, Listener, Neighbours, Reader, let_siblings_read
 from zc.ranks.process import machine_id
 
 _TOKEN_NBYTES = 16

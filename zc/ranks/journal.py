@@ -15,9 +15,8 @@ from zc.log import log
 
 if TYPE_CHECKING:
     from zc.planning.plan import Plan
-    from zc.ranks.process import Store
-    from zc.ranks.trail import Trail
-    from zc.ranks.work import Step, Work
+    from zc.ranks.exchanges import Step, Work
+    from zc.ranks.process import Store, Trail
 
 FOLD = 4096  # exchanges of one update that a rank can still name
 TICK_S = 1.0  # between two looks of the watch; an exchange that takes longer is stalled
@@ -135,7 +134,7 @@ class Journal:
             self.record_call((kind, index))
 
     def record_call(self, what: Entry | str, *, shared: bool = True) -> None:
-        """Adds a call of the program to the trail (zc/ranks/trail.py)."""
+        """Adds a call of the program to the trail (zc/ranks/process.py)."""
         self.watch.trail.add(self.name, what, shared=shared)
 
     def checksum(self) -> int:

@@ -1,31 +1,171 @@
-"""Exchanges between the ranks of one host, on CPU: each rank reads the others' memory.
+"""Ranks of one host on a CPU read each other's memory: their routes, which `zc.compile` hands over, the signals before
+and after each read, the sockets that carry these, and the reads. docs/proof.md says why nobody writes what another rank
+reads.
 
 A rank that has data for the others sends them its address (*full*). A rank that has read the data answers (*free*);
 then it may be written again. Signals are numbered: the k-th one of a rank ends the k-th wait of the others, so that no
 late or repeated message is taken for another one's.
+
+The sockets have small messages under keys, and waits that sleep in the kernel. They are Unix sockets without a name in
+any folder. The kernel closes them with the process, so a rank that waits for a killed one learns it at once. A message
+and its answer take some 10 us; docs/decisions.md has the time of gloo's smallest collective.
+
+A read is process_vm_readv(2): one copy, no file, no mapping. No memory has to be shared: gradients and parameters stay
+private to a rank, and a killed rank leaves no file behind. Reading freed memory returns an error, not a signal. MPI
+libraries use the same call inside a host (Cross Memory Attach, Linux 3.2). docs/decisions.md compares it with mapped
+memory.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import errno
 import functools
+import os
+import secrets
+import select
+import socket
 import struct
+import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from zc.errors import RankLostError
-from zc.ranks.waits import note_wait
+from zc.planning.hops import Hop, Way
+from zc.ranks.exchanges import Step, Sum, Work, note_wait
+from zc.ranks.journal import EXCHANGES, GATHER, REDUCE, Journal
+from zc.ranks.routes import Route, Routes, add_rows
 
 if TYPE_CHECKING:
-    from zc.ranks.journal import Journal
-    from zc.ranks.links import Links
-    from zc.ranks.memory import Reader
-    from zc.ranks.work import Step
+    from zc.planning.plan import Bucket
+    from zc.ranks.group import Group
+
+
+class Offers:
+    """What the ranks of this host let each other read."""
+
+    def __init__(self, ranks: Group) -> None:
+        assert isinstance(ranks.neighbours, Neighbours), "the plan says that ranks read each other's memory"
+        self.ranks, self.neighbours = ranks, ranks.neighbours
+
+    @contextlib.contextmanager
+    def offering(self, kind: str, bucket: int, tensor: Tensor) -> Iterator[dict[int, bytes]]:
+        """Inside, ranks of this host read each other's ``tensor``: yields where those of the others lie. At the end all
+        have read, so each may write its own again (docs/proof.md)."""
+        self.signal_full(kind, bucket, tensor)
+        yield self.await_full(kind, bucket)
+        self.signal_free(kind, bucket)
+        self.await_free(kind, bucket)
+
+    def signal_full(self, kind: str, bucket: int, tensor: Tensor) -> None:
+        """Lets the others on this host read ``tensor``: a part each if it is reduced, all of it if it is gathered."""
+        count = len(self.neighbours.ranks)
+        read = tensor.nbytes // count if kind == REDUCE else tensor.nbytes
+        self.ranks.begin(kind, bucket, read * (count - 1))
+        self.neighbours.signal_full(EXCHANGES.index(kind), bucket, tensor)
+
+    def await_full(self, kind: str, bucket: int) -> dict[int, bytes]:
+        """Waits for all others' signals. Returns the addresses of their data, for `read` and `rows`."""
+        places: dict[int, bytes] = {}
+        step = self.neighbours.await_full(EXCHANGES.index(kind), bucket, places)
+        Work((kind, bucket), step, journal=self.ranks.journal).wait()
+        return places
+
+    def signal_free(self, kind: str, bucket: int) -> None:
+        """Signals that this rank has read the others' data."""
+        self.neighbours.signal_free(EXCHANGES.index(kind), bucket)
+
+    def await_free(self, kind: str, bucket: int) -> None:
+        """Returns once all others have read this rank's data."""
+        step = self.neighbours.await_free(EXCHANGES.index(kind), bucket)
+        Work((kind, bucket), step, journal=self.ranks.journal).wait()
+
+
+class Memory(Route):
+    """One copy where messages make three."""
+
+    def __init__(self, ranks: Group) -> None:
+        self._offers = Offers(ranks)
+
+    def reduce(self, bucket: Bucket, sent: Tensor, total: Sum) -> None:
+        def use(rows: Tensor, start: int, stop: int) -> None:
+            add_rows(total._replace(out=total.out[start:stop]), rows, bucket)
+
+        with self._offers.offering(REDUCE, bucket.index, sent) as places:
+            self._offers.neighbours.rows(sent, *bucket.layout.host_range(self._offers.neighbours.rank), places, use)
+
+    def gather(self, bucket: Bucket, whole: Tensor, shard: Tensor, scratch: Tensor | None, base: Tensor | None) -> None:
+        with self._offers.offering(GATHER, bucket.index, shard) as places:
+            for peer, place in places.items():
+                self._offers.neighbours.read(whole[slice(*bucket.layout.host_range(peer))], peer, place)
+
+
+class Shards(Route):
+    """The same for shards of weights that nobody writes between two updates (stage 3). There a rank may read the
+    others' at any time, as often as it likes, and in an order of its own: ranks may drop different layers, see
+    different tasks, or evaluate alone. Two points order reads and writes, once per update::
+
+        rank 0:  update 7   open    gather 3, gather 2, ...      close   update 8
+                              |                                    |
+        rank 1:  update 7   open    gather 0, gather 3, ...      close   update 8
+
+    A rank *opens* its shards by one signal per bucket, which says where the shard lies; a gather of another rank waits
+    for it. Before a rank writes its shards it *closes* them: it signals that its own reads are done, and waits until
+    the others have done theirs. The model of MPI's passive targets between two fences (MPI-2, 11.4.1). """
+
+    def __init__(self, ranks: Group) -> None:
+        self._ranks, self._offers = ranks, Offers(ranks)
+        self._open: set[int] = set()
+        self._kept: set[int] = set()  # until all ranks have dropped the model
+        # by bucket: where the other ranks' shards are. The stream of gathers uses it; the issuing thread does when it
+        # has joined that stream
+        self._places: dict[int, dict[int, bytes]] = {}
+
+    def gather(self, bucket: Bucket, whole: Tensor, shard: Tensor, scratch: Tensor | None, base: Tensor | None) -> None:
+        whole[slice(*bucket.layout.shard_range(self._ranks.rank))] = shard
+        for peer, place in self._places_of(bucket.index).items():
+            self._offers.neighbours.read(whole[slice(*bucket.layout.shard_range(peer))], peer, place)
+
+    def _places_of(self, index: int) -> dict[int, bytes]:
+        """Waits until all ranks have opened this bucket."""
+        if index not in self._places:
+            self._places[index] = self._offers.await_full(GATHER, index)
+        return self._places[index]
+
+    def open(self, shards: Mapping[int, Tensor]) -> None:
+        """The others may read ``shards``, by bucket, from here to `close`. All ranks open the same in the same
+        order."""
+        for index, shard in shards.items():
+            if index not in self._kept:
+                self._ranks.keep_alive(shard)
+                self._kept.add(index)
+            if index not in self._open:
+                self._offers.signal_full(GATHER, index, shard)
+                self._open.add(index)
+
+    def close(self) -> None:
+        """Returns when no rank reads a shard any more, so that all of them may be written."""
+        if not self._open:
+            return
+        buckets = sorted(self._open)
+        for index in buckets:
+            self._places_of(index)  # also of ranks whose shards this one has not read
+        self._places.clear()
+        self._offers.signal_free(GATHER, buckets[0])
+        self._offers.await_free(GATHER, buckets[0])
+        self._open.clear()
+
+
+def by_memory(routes: Routes, hop: Hop) -> Route:
+    return (Shards if hop.way is Way.SHARDS else Memory)(routes.group.shard)
 
 
 _PLACE = struct.Struct("<QQ")  # address, bytes
@@ -206,3 +346,236 @@ class Neighbours:
 
 def _tensor(payload: bytes, like: Tensor) -> Tensor:
     return torch.frombuffer(bytearray(payload), dtype=like.dtype).view(like.shape)
+
+
+_PIECE = 32 * 1024  # bytes of a message per packet; well below what a socket takes at once (net.core.wmem_default)
+_HELLO = struct.Struct("<q")  # rank
+_HEAD = struct.Struct("<qQ")  # key; bytes of the message from this piece on
+_MAX_UNRECEIVED = 16  # numbered messages per rank that nobody has received, before old ones are dropped
+_NO_MEMORY = (errno.ENOBUFS, errno.ENOMEM)  # the kernel has none at this moment: the message was not sent
+_ENDED = (errno.EPIPE, errno.ECONNRESET, errno.ECONNREFUSED, errno.ENOTCONN, errno.EBADF)
+_SLICE_S = 0.5  # how often a waiting thread looks for a failure
+_RETRY_S = 0.01  # between two attempts to send
+CONNECT_S = 20.0
+
+
+class Address(NamedTuple):
+    """Where a rank listens, and the PID of its process."""
+
+    name: str
+    pid: int
+
+
+class Listener:
+    """Accepts connections from the other ranks of the host. The caller exchanges the `Address`es."""
+
+    def __init__(self) -> None:
+        self.address = Address(f"zc-{secrets.token_hex(16)}", os.getpid())
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.bind("\0" + self.address.name)
+        self._socket.listen(1024)
+        self._socket.settimeout(CONNECT_S)
+
+    def connect(self, rank: int, addresses: Mapping[int, Address]) -> dict[int, socket.socket]:
+        """A socket to each of ``addresses``, by rank: this rank connects to those below it and accepts those above.
+        Raises OSError."""
+        sockets: dict[int, socket.socket] = {}
+        for peer, address in addresses.items():
+            if peer < rank:
+                sockets[peer] = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                sockets[peer].settimeout(CONNECT_S)
+                sockets[peer].connect("\0" + address.name)
+                sockets[peer].sendall(_HELLO.pack(rank))
+        while len(sockets) < len(addresses):
+            accepted, _ = self._socket.accept()
+            accepted.settimeout(CONNECT_S)
+            (peer,) = _HELLO.unpack(accepted.recv(_HELLO.size))
+            pid = struct.unpack("3i", accepted.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
+            if peer not in addresses or pid != addresses[peer].pid:
+                accepted.close()
+                raise OSError(f"process {pid} has connected as rank {peer}, which it is not")
+            sockets[peer] = accepted
+        return sockets
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class Links:
+    """Messages between this rank and its neighbours. Any thread sends and receives. Messages of one key from one rank
+    arrive in the order in which they were sent, and those of different keys don't wait for each other."""
+
+    def __init__(self, sockets: Mapping[int, socket.socket]) -> None:
+        self.peers = tuple(sorted(sockets))
+        self._sockets = {peer: sockets[peer] for peer in self.peers}
+        self._ranks = {sock.fileno(): peer for peer, sock in self._sockets.items()}
+        self._poll = select.poll()
+        for sock in self._sockets.values():
+            sock.setblocking(False)
+            self._poll.register(sock, select.POLLIN)
+        # any thread reads and writes these, under the condition
+        self._inbox: dict[tuple[int, int], deque[bytes]] = {}  # whole messages, by rank and key
+        self._incomplete: dict[tuple[int, int], bytearray] = {}  # the first pieces of a message
+        self._ended: set[int] = set()  # ranks whose processes have ended
+        self._is_polling = False  # one thread polls the sockets, without the condition; the others wait for it
+        self._changed = threading.Condition()
+        self.failure: Callable[[], Exception | None] = lambda: None  # the verdict that ends every wait
+        self.close = weakref.finalize(self, _close, tuple(self._sockets.values()))
+
+    def send(self, peer: int, key: int, payload: bytes) -> None:
+        """Sends nothing to a rank that has ended: the next wait for it raises. RuntimeError: the kernel refuses."""
+        for start in range(0, max(len(payload), 1), _PIECE):
+            piece = _HEAD.pack(key, len(payload) - start) + payload[start : start + _PIECE]
+            while True:
+                try:
+                    self._sockets[peer].send(piece)
+                    break
+                except BlockingIOError:  # the rank is many messages late
+                    self._raise_failure()
+                    with self._changed:  # it may wait for room to send here, too
+                        self._listen(_SLICE_S, room_for=peer)
+                except OSError as error:
+                    if error.errno in _ENDED:
+                        return
+                    if error.errno not in _NO_MEMORY:
+                        raise RuntimeError(f"a message to rank {peer} can't be sent: {error}") from error
+                    self._raise_failure()
+                    time.sleep(_RETRY_S)
+
+    def receive(self, peer: int, key: int, nbytes: int, seconds: float | None = None) -> bytes | None:
+        """The next message under ``key``, which has ``nbytes``; None after so many ``seconds`` without one.
+        RuntimeError: the rank has ended, or its message has another size."""
+        end = None if seconds is None else time.monotonic() + seconds
+        with self._changed:
+            while True:
+                message = self._next(peer, key)
+                if message is not None:
+                    if len(message) != nbytes:
+                        raise RuntimeError(f"rank {peer} sent {len(message)} bytes where {nbytes} were expected")
+                    return message
+                if peer in self._ended:
+                    raise RuntimeError(f"rank {peer} has closed its connection")
+                self._raise_failure()
+                left = _SLICE_S if end is None else min(_SLICE_S, end - time.monotonic())
+                if left <= 0:
+                    return None
+                self._listen(left)
+
+    def _listen(self, seconds: float, room_for: int | None = None) -> None:
+        """Returns after at least one message or ``seconds``, or when there is room to send to ``room_for``. The caller
+        holds the condition."""
+        if self._is_polling:  # by another thread, which notifies
+            self._changed.wait(seconds if room_for is None else min(seconds, _RETRY_S))
+            return
+        self._is_polling = True
+        if room_for is not None:
+            self._poll.modify(self._sockets[room_for], select.POLLIN | select.POLLOUT)
+        self._changed.release()
+        try:
+            ready = self._poll.poll(seconds * 1e3)
+        finally:
+            self._changed.acquire()
+            self._is_polling = False
+            if room_for is not None and room_for not in self._ended:
+                self._poll.modify(self._sockets[room_for], select.POLLIN)
+        for number, event in ready:
+            if event & ~select.POLLOUT:
+                self._read(self._ranks[number])
+        self._changed.notify_all()
+
+    def _next(self, peer: int, key: int) -> bytes | None:
+        inbox = self._inbox.get((peer, key))
+        if inbox is None:
+            return None
+        message = inbox.popleft()
+        if not inbox:
+            del self._inbox[peer, key]
+        return message
+
+    def _read(self, peer: int) -> None:
+        while True:
+            try:
+                piece = self._sockets[peer].recv(_HEAD.size + _PIECE)
+            except BlockingIOError:
+                return
+            except OSError as error:
+                if error.errno in _NO_MEMORY:
+                    return  # the message is still there
+                if error.errno == errno.ECONNRESET:
+                    continue  # once, if the rank has closed with unread messages: its own come after the error
+                piece = b""
+            if not piece:
+                self._ended.add(peer)
+                self._poll.unregister(self._sockets[peer])
+                return
+            key, left = _HEAD.unpack_from(piece)
+            source, payload = (peer, key), piece[_HEAD.size :]
+            if len(payload) < left:
+                self._incomplete.setdefault(source, bytearray()).extend(payload)
+            else:
+                self._inbox.setdefault(source, deque()).append(bytes(self._incomplete.pop(source, b"")) + payload)
+
+    def drop(self, keys: range) -> None:
+        """Nobody will receive the messages under these keys, so they may go."""
+        with self._changed:
+            if len(self._inbox) > _MAX_UNRECEIVED * len(self.peers):
+                for source in [source for source in self._inbox if source[1] in keys]:
+                    del self._inbox[source]
+
+    def _raise_failure(self) -> None:
+        failure = self.failure()
+        if failure is not None:
+            raise failure
+
+
+def _close(sockets: Iterable[socket.socket]) -> None:
+    for sock in sockets:
+        sock.close()
+
+
+_YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
+_PR_SET_PTRACER = 0x59616D61
+
+
+class _Vector(ctypes.Structure):
+    _fields_ = (("base", ctypes.c_void_p), ("nbytes", ctypes.c_size_t))
+
+
+def _readv() -> Any:
+    call = ctypes.CDLL(None, use_errno=True).process_vm_readv  # AttributeError: not Linux
+    call.restype = ctypes.c_ssize_t
+    pointer, count = ctypes.c_void_p, ctypes.c_ulong
+    call.argtypes = (ctypes.c_int, pointer, count, pointer, count, count)
+    return call
+
+
+def let_siblings_read() -> None:
+    """Lets the launcher's other children read this process, where the kernel allows only ancestors (Yama, scope 1)."""
+    with contextlib.suppress(OSError, AttributeError):
+        if _YAMA.read_text().strip() == "1":
+            ctypes.CDLL(None).prctl(_PR_SET_PTRACER, os.getppid(), 0, 0, 0)
+
+
+class Reader:
+    """Reads memory of other processes, by pid."""
+
+    def __init__(self) -> None:
+        self._call = _readv()
+
+    def read_into(self, out: int, pid: int, address: int, nbytes: int) -> None:
+        """Copies ``nbytes`` from ``address`` of process ``pid`` to address ``out`` here. Raises OSError if that process
+        has ended or may not be read."""
+        done = 0
+        while done < nbytes:
+            here = _Vector(out + done, nbytes - done)
+            there = _Vector(address + done, nbytes - done)
+            count: int = self._call(pid, ctypes.byref(here), 1, ctypes.byref(there), 1, 0)
+            if count <= 0:
+                number = ctypes.get_errno()
+                raise OSError(number, f"process {pid} can't be read: {os.strerror(number)}")
+            done += count
+
+    def read(self, out: Tensor, pid: int, address: int) -> None:
+        """As `read_into`, into a contiguous tensor in host memory."""
+        if out.numel():
+            self.read_into(out.data_ptr(), pid, address, out.nbytes)

@@ -12,7 +12,7 @@ import html
 from collections import defaultdict
 from collections.abc import Iterable
 
-from zc.engine.clock import Waited
+from zc.engine.ledger import Waited
 from zc.errors import megabytes
 from zc.report.timeline import Arrow, Box, Timeline, color_class, lanes
 

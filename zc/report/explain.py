@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from zc.engine.accumulators import Acc
+from zc.engine.buffers import Acc
 from zc.engine.program import Program
 from zc.errors import PlanError
 from zc.offload.host_step import HostStep

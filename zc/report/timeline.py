@@ -1,6 +1,6 @@
 """Timelines of a step: one lane per stream, one box per operation, one arrow per wait.
 
-`measured` makes one of a clocked step (`zc.engine.clock`). `simulate` makes one of a schedule by the rules of streams:
+`measured` makes one of a clocked step (`zc.engine.ledger`). `simulate` makes one of a schedule by the rules of streams:
 a node starts when its stream is free and its waits are done, and an exchange runs beside its stream from launch to
 completion. Times are estimates in microseconds (`zc.schedule.cost`), or the caller's ``costs``. `zc.report.drawing`
 draws both.
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from torch import fx
 
-from zc.engine.clock import ClockedStep, Span, Waited
+from zc.engine.ledger import ClockedStep, Span, Waited
 from zc.errors import some
 from zc.planning.plan import Plan
 from zc.schedule.buffer import COMM, COMPUTE, MAIN

@@ -12,7 +12,7 @@
 so that the segment can free it. Values that the output returns stay.
 
 With ``plan``, each statement that is no event goes through ``named``, with its node, its stream, and its name in traces
-and NVTX: stream, kind, bucket. `zc.engine.clock` has such a function::
+and NVTX: stream, kind, bucket. `zc.engine.ledger` has such a function::
 
         on('comm', named('gather', 'comm', 'zc comm | gather bucket 1 (2.bias, ...)', lambda: ops.gather(1, ...)))
 """

@@ -16,11 +16,10 @@ import torch
 from torch import Tensor
 
 from zc import torch_private
-from zc.engine.part import Part, weakly
+from zc.engine.core import Core, Part, weakly
 from zc.weights.param import ManagedParams
 
 if TYPE_CHECKING:
-    from zc.engine.core import Core
     from zc.weights.weight_uses import WeightUses
     from zc.weights.whole_params import WholeParams
 

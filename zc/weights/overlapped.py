@@ -40,13 +40,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
 from zc import torch_private
-from zc.engine.names import Places
-from zc.engine.part import weakly
+from zc.engine.core import Core, weakly
+from zc.engine.param_checks import Places
 from zc.engine.program import Program
 from zc.engine.weights import Weights, publish_graph
 from zc.errors import ZcError
@@ -54,9 +54,6 @@ from zc.planning.kinds import block_of, split_name
 from zc.planning.plan import Plan
 from zc.schedule.buffer import Buffer, carried_event
 from zc.weights.param import ManagedParams
-
-if TYPE_CHECKING:
-    from zc.engine.core import Core
 
 MAX_LATE = 3  # forwards in which Dynamo compiles one frame while weights are on their way
 

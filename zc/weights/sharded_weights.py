@@ -10,16 +10,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from zc import torch_private
+from zc.engine.core import Core, weakly
 from zc.engine.memory_order import in_shape
-from zc.engine.names import Places
 from zc.engine.owners import spread_run
-from zc.engine.part import weakly
+from zc.engine.param_checks import Places
 from zc.engine.program import Program
 from zc.engine.weights import Weights
 from zc.errors import ZcError
@@ -28,9 +28,6 @@ from zc.weights.param import ManagedParams, give_bytes
 from zc.weights.state_dicts import StateDicts
 from zc.weights.weight_uses import WeightUses
 from zc.weights.whole_params import WholeParams
-
-if TYPE_CHECKING:
-    from zc.engine.core import Core
 
 _BETWEEN = "iterate between two updates, on all ranks, and do nothing else with the model meanwhile"
 

@@ -24,12 +24,12 @@ comes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import fx
 
-from zc.engine.part import Part
+from zc.engine.core import Core, Part
 from zc.engine.program import Program
 from zc.planning.layout import ALIGN_NBYTES, align_up
 from zc.planning.plan import Plan
@@ -37,9 +37,6 @@ from zc.planning.residency import Extent, Residency, Uses, plan_residency
 from zc.schedule.buffer import Buffer
 from zc.schedule.nodes import put
 from zc.schedule.spec import FreeWeights, ReadWeights, gather_node
-
-if TYPE_CHECKING:
-    from zc.engine.core import Core
 
 ARENA = Buffer("arena", 0)
 PREFIX = "w"  # of the names of a pass's events

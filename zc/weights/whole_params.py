@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from zc import torch_private
+from zc.engine.core import Core, Part
 from zc.engine.memory_order import flattened, in_shape
-from zc.engine.part import Part
 from zc.engine.program import Program
 from zc.errors import ZcError
 from zc.kernels.copy_writes import same_bits
@@ -31,7 +31,6 @@ from zc.weights.param import give_bytes
 from zc.weights.state_dicts import write_value
 
 if TYPE_CHECKING:
-    from zc.engine.core import Core
     from zc.engine.weights import Programs
 
 
