@@ -2,7 +2,7 @@
 
 It does not depend on streams: without a race, the order in which the nodes are issued is as good as any. A buffer holds
 one thing of one bucket at a time. Each kind of node says what it needs in the buffers that it names, and what it leaves
-there (`zc.schedule.contents`). Bucket 2 in stage 2::
+there (`zc.schedule.buffer`). Bucket 2 in stage 2::
 
     flatten_cast(2, "flat_grad[0]", ...)        flat_grad[0]: nothing -> gradient
     take(2, "scratch[0]", "flat_grad[0]")       flat_grad[0]: gradient -> nothing; scratch[0]: nothing -> rows
@@ -28,8 +28,7 @@ from torch import fx
 from zc.passes.debt import Debt
 from zc.planning.layout import Slot
 from zc.planning.plan import Plan
-from zc.schedule.buffer import Buffer
-from zc.schedule.contents import GRADIENT, NOTHING, at_entry, facts_of, may_be_left, rows_for
+from zc.schedule.buffer import GRADIENT, NOTHING, Buffer, at_entry, facts_of, may_be_left, rows_for
 from zc.schedule.nodes import op_of
 from zc.schedule.spec import BucketOp, CopyToHost, Deposit, Reduce, Reduction, Spans, WgradInto, Write
 

@@ -46,7 +46,7 @@ WINGS = {
     "blocks": "zc.planning.blocks zc.compiler.blocks zc.schedule.rebase",
     "in_place": "zc.passes.write_in_place",
     "buffers": "zc.engine.buffer_sync",
-    "checkpoint": "zc.checkpoint", "report": "zc.report zc.schedule.cost", "integrations": "zc.integrations",
+    "checkpoint": "zc.checkpoint", "report": "zc.report", "integrations": "zc.integrations",
     "checking": "zc.checking", "diverged": "zc.diverged",
     "the order of the passes, those of wings included": "zc.passes.pipeline",
 }  # fmt: skip

@@ -15,8 +15,8 @@ from zc.machine import available_nbytes, ranks_on_this_host
 from zc.optim.assignment import Assignment
 from zc.optim.kinds import is_elementwise
 from zc.optim.trials import state_keys
+from zc.planning.allocations import resident
 from zc.planning.layout import ALIGN_NBYTES, Rule, align_up
-from zc.planning.nbytes import resident
 from zc.planning.plan import Plan
 from zc.planning.traits import num_states
 

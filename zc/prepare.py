@@ -24,12 +24,10 @@ from zc.optim.trials import state_keys
 from zc.plan_checks import check_encodings, check_host, check_plan, check_replicas, check_scripts
 from zc.planning.blocks import find_kinds
 from zc.planning.frozen import with_frozen
-from zc.planning.kinds import BlockKind
 from zc.planning.layout import Rule, own_strides
 from zc.planning.ownership import assign_owners
 from zc.planning.packing import ParamSpec, make_plan
-from zc.planning.plan import Plan
-from zc.planning.topology import Topology, usable
+from zc.planning.plan import BlockKind, Plan, Topology, usable
 from zc.planning.traits import elementwise_names
 from zc.ranks.group import Group
 from zc.registry import COMPILED

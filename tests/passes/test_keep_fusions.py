@@ -21,8 +21,7 @@ from zc.passes.base import Pass
 from zc.passes.pipeline import pipeline
 from zc.passes.runner import run_passes
 from zc.planning.packing import ParamSpec, make_plan
-from zc.planning.plan import Plan
-from zc.planning.topology import flat
+from zc.planning.plan import Plan, flat
 from zc.schedule.nodes import is_schedule_node, op_of
 from zc.schedule.spec import FlattenCast, Segment
 

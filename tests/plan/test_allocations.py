@@ -13,13 +13,11 @@ from zc.engine.buffers import Buffers
 from zc.engine.host_memory import HostMemory
 from zc.errors import PlanError
 from zc.plan_checks import check_plan
-from zc.planning.allocations import KINDS, most_nbytes, nbytes_of
+from zc.planning.allocations import KINDS, most_nbytes, nbytes_of, resident
 from zc.planning.layout import Rule
-from zc.planning.nbytes import resident
 from zc.planning.ownership import assign_owners
 from zc.planning.packing import ParamSpec, make_plan
-from zc.planning.plan import Plan
-from zc.planning.topology import Topology, flat
+from zc.planning.plan import Plan, Topology, flat
 
 pytestmark = pytest.mark.check
 

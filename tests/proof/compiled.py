@@ -31,8 +31,7 @@ from zc.passes.debt import Debt, debt_of
 from zc.passes.pipeline import pipeline
 from zc.passes.runner import run_passes
 from zc.planning.packing import ParamSpec, make_plan
-from zc.planning.plan import Plan
-from zc.planning.topology import flat
+from zc.planning.plan import Plan, flat
 
 WIDTH = 8
 _funcol = torch.distributed._functional_collectives

@@ -20,8 +20,7 @@ from zc.passes.debt import Debt
 from zc.planning.layout import Rule
 from zc.planning.ownership import assign_owners
 from zc.planning.packing import ParamSpec, make_plan
-from zc.planning.plan import Plan
-from zc.planning.topology import Topology, flat
+from zc.planning.plan import Plan, Topology, flat
 from zc.schedule.buffer import Buffer
 from zc.schedule.nodes import put
 from zc.schedule.spec import (

@@ -14,10 +14,8 @@ from zc.errors import RaceError
 from zc.passes.pipeline import pipeline
 from zc.passes.runner import run_passes
 from zc.passes.verify import verify
-from zc.planning.kinds import BlockKind
 from zc.planning.packing import ParamSpec, make_plan
-from zc.planning.plan import Plan
-from zc.planning.topology import Topology, flat
+from zc.planning.plan import BlockKind, Plan, Topology, flat
 from zc.schedule.nodes import text
 from zc.schedule.rebase import Shift, rebased, shifts
 
