@@ -42,7 +42,7 @@ WINGS = {
     "watch": "zc.ranks.watch",
     "agree": "zc.engine.announcements zc.ranks.announcement",
     "owners": "zc.planning.ownership zc.engine.owners",
-    "offload": "zc.offload zc.passes.offload_gradients zc.engine.host_memory",
+    "offload": "zc.offload zc.passes.offload_gradients",
     "blocks": "zc.planning.blocks zc.compiler.blocks zc.schedule.rebase",
     "in_place": "zc.passes.write_in_place",
     "buffers": "zc.engine.buffer_sync",

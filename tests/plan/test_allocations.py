@@ -10,8 +10,8 @@ import torch
 
 from zc.config import Config
 from zc.engine.buffers import Buffers
-from zc.engine.host_memory import HostMemory
 from zc.errors import PlanError
+from zc.offload.host_step import HostMemory
 from zc.plan_checks import check_plan
 from zc.planning.allocations import KINDS, most_nbytes, nbytes_of, resident
 from zc.planning.layout import Rule
