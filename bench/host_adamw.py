@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from bench.measure import ROOT, device_name, versions
-from zc.offload.disk_file import StateFile, place
+from zc.offload.disk import StateFile, place
 
 RESULTS = ROOT / "bench" / "results" / "host_adamw.csv"
 COLUMNS = ("what", "numel", "threads", "ms_p20", "ms_p50", "ms_p80", "floor_ms", "of_floor", "max_error", "device",

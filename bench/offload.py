@@ -23,7 +23,7 @@ from torch import nn
 
 import zc
 from bench.measure import ROOT, device_name, versions
-from zc.engine.host_memory import HostMemory
+from zc.offload.host_step import HostMemory
 
 RESULTS = ROOT / "bench" / "results" / "offload.csv"
 MODES: dict[str, dict[str, Any]] = {

@@ -58,7 +58,7 @@ def plan_points(model: str, worlds: list[int]) -> Iterator[Point]:
     """``model`` in bf16: persistent bytes of rank 0, seconds to plan, modelled seconds of communication an update."""
     from zc.config import Config
     from zc.planning.packing import ParamSpec, make_plan
-    from zc.planning.topology import flat
+    from zc.planning.plan import flat
 
     with torch.device("meta"):
         named = dict(make_model(model, GPTConfig(vocab=32768, seq=2048), 0, "meta").named_parameters())

@@ -17,8 +17,19 @@ from typing import TYPE_CHECKING, Any
 from torch import fx
 
 from zc.planning.layout import ALIGN_NBYTES
-from zc.schedule.buffer import HOST, MAIN, Access, Buffer, carried_event, overlap
-from zc.schedule.contents import AT_EXIT, NOTHING, at_entry, facts_of, rows_for
+from zc.schedule.buffer import (
+    AT_EXIT,
+    HOST,
+    MAIN,
+    NOTHING,
+    Access,
+    Buffer,
+    at_entry,
+    carried_event,
+    facts_of,
+    overlap,
+    rows_for,
+)
 from zc.schedule.nodes import accesses, op_of, results, shared_buffers, steps, stream_of
 from zc.schedule.spec import (
     BucketOp,
@@ -39,7 +50,7 @@ from zc.schedule.spec import (
 )
 
 if TYPE_CHECKING:
-    from zc.passes.debt import Debt
+    from zc.passes.base import Debt
     from zc.planning.plan import Plan
 
 Json = dict[str, Any]

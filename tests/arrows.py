@@ -42,11 +42,11 @@ WINGS = {
     "watch": "zc.ranks.watch",
     "agree": "zc.engine.announcements zc.ranks.announcement",
     "owners": "zc.planning.ownership zc.engine.owners",
-    "offload": "zc.offload zc.passes.offload_gradients zc.engine.host_memory",
+    "offload": "zc.offload zc.passes.offload_gradients",
     "blocks": "zc.planning.blocks zc.compiler.blocks zc.schedule.rebase",
     "in_place": "zc.passes.write_in_place",
     "buffers": "zc.engine.buffer_sync",
-    "checkpoint": "zc.checkpoint", "report": "zc.report zc.schedule.cost", "integrations": "zc.integrations",
+    "checkpoint": "zc.checkpoint", "report": "zc.report", "integrations": "zc.integrations",
     "checking": "zc.checking", "diverged": "zc.diverged",
     "the order of the passes, those of wings included": "zc.passes.pipeline",
 }  # fmt: skip

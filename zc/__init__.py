@@ -27,7 +27,7 @@ from zc.errors import (
 )
 from zc.gradients import clip_grad_norm_, count, full_grad, grads_are_finite
 from zc.log import configure as _configure_log
-from zc.optim.kinds import elementwise
+from zc.optim.assignment import elementwise
 from zc.optim.one_rank import one_rank
 from zc.passes.pipeline import verify
 from zc.passes.verify import Verdict

@@ -23,7 +23,6 @@ from zc.config import OPTIONS
 from zc.diverged import files
 from zc.engine.buffer_sync import BufferSync, has_buffers
 from zc.engine.buffers import Buffers
-from zc.engine.host_memory import HostMemory
 from zc.engine.param_checks import Unset
 from zc.engine.runtime import Runtime
 from zc.engine.streams import make_streams
@@ -33,12 +32,10 @@ from zc.features import RANKS, features_of
 from zc.fill import broadcast_rest, fill, restore, snapshot
 from zc.meta import place
 from zc.offload.disk import DiskState
-from zc.offload.host_step import HostStep
-from zc.optim import methods
-from zc.optim.assignment import Container
-from zc.optim.kinds import is_elementwise
+from zc.offload.host_step import HostMemory, HostStep
+from zc.optim.assignment import Container, is_elementwise
 from zc.optim.model import ShardedModel
-from zc.optim.optimizer import ShardedOptimizer
+from zc.optim.optimizer import ShardedOptimizer, replace_methods
 from zc.plan_checks import check_shards_fit
 from zc.planning.blocks import find_singles, matrices_around
 from zc.prepare import Request, fingerprint, notes_of, resolve
@@ -266,7 +263,7 @@ def _install(model: nn.Module, compiled: ShardedModel, call: Callable[..., Any] 
     runtime = compiled.runtime
     runtime.install_hooks(runtime.plan.buckets)
     for optimizer in compiled.optimizers:
-        methods.replace(model, optimizer)
+        replace_methods(model, optimizer)
     state_marks.install(compiled)
     runtime.weights.install_hooks(model)
     torch_private.call_instead(model, call)

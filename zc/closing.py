@@ -10,10 +10,10 @@ from torch import nn
 
 from zc import guards, torch_private
 from zc.checkpoint.saving import finish_pending
-from zc.engine.host_memory import unlock_dropped
 from zc.errors import ZcError
 from zc.fill import restore
-from zc.optim import methods
+from zc.offload.host_step import unlock_dropped
+from zc.optim.optimizer import restore_methods
 from zc.registry import COMPILED
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def _make_plain(model: nn.Module, compiled: ShardedModel) -> None:
     restore(compiled.runtime, {name: param.dtype for name, param in compiled.runtime.placed.items()})
     for sharded_optimizer in compiled.optimizers:
         sharded_optimizer.let_go()
-        methods.restore(sharded_optimizer)
+        restore_methods(sharded_optimizer)
         sharded_optimizer.optimizer.register_step_pre_hook(_refuse)
 
 

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from zc import torch_private
 from zc.engine.param_checks import Names
 from zc.errors import PlanError, ZcError
-from zc.optim.sharded_grad import ShardedGrad
+from zc.optim.grad_shards import ShardedGrad
 
 if TYPE_CHECKING:
     from zc.engine.runtime import Runtime

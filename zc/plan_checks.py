@@ -12,11 +12,10 @@ from zc.config import Config
 from zc.devices import free_nbytes
 from zc.errors import PlanError
 from zc.machine import available_nbytes, ranks_on_this_host
-from zc.optim.assignment import Assignment
-from zc.optim.kinds import is_elementwise
+from zc.optim.assignment import Assignment, is_elementwise
 from zc.optim.trials import state_keys
+from zc.planning.allocations import resident
 from zc.planning.layout import ALIGN_NBYTES, Rule, align_up
-from zc.planning.nbytes import resident
 from zc.planning.plan import Plan
 from zc.planning.traits import num_states
 

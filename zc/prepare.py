@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,26 +16,20 @@ from zc.devices import is_cuda
 from zc.engine import param_checks
 from zc.errors import PlanError
 from zc.machine import note_of_connections
-from zc.offload.disk import open_file
-from zc.optim.assignment import Assignment, optimizers_in
-from zc.optim.kinds import is_elementwise, note_of, rule_of, try_out
+from zc.offload.disk import StateFile, open_file
+from zc.optim.assignment import Assignment, is_elementwise, note_of, optimizers_in, rule_of, try_out
 from zc.optim.param_writes import note_of_shared
 from zc.optim.trials import state_keys
 from zc.plan_checks import check_encodings, check_host, check_plan, check_replicas, check_scripts
 from zc.planning.blocks import find_kinds
 from zc.planning.frozen import with_frozen
-from zc.planning.kinds import BlockKind
 from zc.planning.layout import Rule, own_strides
 from zc.planning.ownership import assign_owners
 from zc.planning.packing import ParamSpec, make_plan
-from zc.planning.plan import Plan
-from zc.planning.topology import Topology, usable
+from zc.planning.plan import BlockKind, Plan, Topology, usable
 from zc.planning.traits import elementwise_names
 from zc.ranks.group import Group
 from zc.registry import COMPILED
-
-if TYPE_CHECKING:
-    from zc.offload.disk_file import StateFile
 
 
 @dataclass(frozen=True)

@@ -30,9 +30,9 @@ from torch.utils._pytree import tree_leaves
 
 import zc
 from zc.engine import streams as engine_streams
-from zc.engine.host_memory import HostMemory
 from zc.engine.operations import Operations
 from zc.engine.streams import DeviceStreams
+from zc.offload.host_step import HostMemory
 from zc.ranks.exchanges import Exchanges
 from zc.ranks.group import Group
 from zc.schedule.buffer import HOST

@@ -12,7 +12,7 @@ from torch import nn
 
 import zc
 from zc.engine.operations import Operations
-from zc.optim.reductions import Reduction
+from zc.optim.sharded_value import Reduction
 from zc.ranks.announcement import Announcement
 
 

@@ -27,11 +27,9 @@ from zc.engine.weights import gather_graph
 from zc.features import ROUTES
 from zc.passes import insert_events, place_on_streams, verify
 from zc.passes.pipeline import pipeline
-from zc.planning.allocations import shared
-from zc.planning.nbytes import sent_between_hosts
+from zc.planning.allocations import sent_between_hosts, shared
 from zc.planning.packing import ParamSpec, make_plan
-from zc.planning.plan import Plan
-from zc.planning.topology import Topology
+from zc.planning.plan import Plan, Topology
 from zc.ranks import exchanges, group
 from zc.ranks.group import Group
 from zc.ranks.routes import Routes

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import zc
 from zc import api
-from zc.engine import host_memory
-from zc.engine.host_memory import HostMemory
+from zc.offload import host_step
+from zc.offload.host_step import HostMemory
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     monkeypatch.setattr(api, "HostMemory", lambda device: HostMemory(torch.device("cuda")))
     yield fake
     gc.collect()
-    host_memory.unlock_dropped()
+    host_step.unlock_dropped()
     assert not fake.locked, "what is page-locked goes with its plan"
 
 
@@ -114,7 +114,7 @@ def test_a_child_reads_what_its_parent_has_and_unlocks_nothing(driver: Driver) -
     child = os.fork()
     if child == 0:
         del memory
-        host_memory.unlock_dropped()
+        host_step.unlock_dropped()
         os.read(read, 1)
         os._exit(0 if driver.is_locked(tensor) and tensor.tolist() == [4.0] * 8 else 1)
     tensor.fill_(4)  # on the pages that the device knows: a private one would be copied here

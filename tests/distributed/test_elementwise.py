@@ -12,7 +12,7 @@ from torch.optim import AdamW, Muon, Optimizer, lr_scheduler
 from training_runs import message_of
 
 import zc
-from zc.optim.kinds import rule_of, try_out
+from zc.optim.assignment import rule_of, try_out
 from zc.planning.layout import Rule
 
 CPU = torch.device("cpu")

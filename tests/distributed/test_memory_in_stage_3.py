@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 import zc
-from zc.engine.host_memory import HostMemory
+from zc.offload.host_step import HostMemory
 from zc.registry import sharded
 
 DIM, LAYERS = 128, 8

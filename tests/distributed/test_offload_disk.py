@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import zc
 from zc.errors import PlanError
-from zc.offload import disk_file
+from zc.offload import disk
 from zc.offload.host_step import HostStep
 from zc.optim.trials import state_keys
 
@@ -170,7 +170,7 @@ def test_what_is_refused_with_its_figures(tmp_path: Path, monkeypatch: pytest.Mo
         zc.compile(mlp(DIM, 2), torch.optim.SGD(mlp(DIM, 2).parameters()), offload="cpu", offload_dir="x")
     with monkeypatch.context() as patched:
         free = os.statvfs(tmp_path)
-        patched.setattr(disk_file.os, "statvfs", lambda path: os.statvfs_result([*free[:4], 1, *free[5:]]))
+        patched.setattr(disk.os, "statvfs", lambda path: os.statvfs_result([*free[:4], 1, *free[5:]]))
         refuses(
             rf"offload_dir {tmp_path} has {free.f_frsize:,} bytes for rank 0, whose optimizer state takes [\d,]+",
             offload_dir=tmp_path,
@@ -180,14 +180,14 @@ def test_what_is_refused_with_its_figures(tmp_path: Path, monkeypatch: pytest.Mo
         def full(fd: int, offset: int, nbytes: int) -> None:
             raise OSError(28, "No space left on device")
 
-        patched.setattr(disk_file.os, "posix_fallocate", full)
+        patched.setattr(disk.os, "posix_fallocate", full)
         refuses(r"bytes for rank 0, whose optimizer state takes", offload_dir=tmp_path)
     with monkeypatch.context() as patched:  # root may write anywhere
 
         def denied(*args: Any) -> int:
             raise PermissionError(13, "Permission denied")
 
-        patched.setattr(disk_file.os, "open", denied)
+        patched.setattr(disk.os, "open", denied)
         refuses(r"can't be written to: Permission denied \(zc-rank00000-of-00001.state\)", offload_dir=tmp_path)
     with pytest.raises(PlanError, match="flush_state is for offload='disk'"):
         zc.flush_state(build()[0])
@@ -206,12 +206,12 @@ def full_on_one(rank: int, world_size: int, folder: str) -> None:
     """Job: only rank 1's disk is too small."""
     if rank == 1:
         free = os.statvfs(folder)
-        original, disk_file.os.statvfs = disk_file.os.statvfs, lambda path: os.statvfs_result([*free[:4], 1, *free[5:]])
+        original, disk.os.statvfs = disk.os.statvfs, lambda path: os.statvfs_result([*free[:4], 1, *free[5:]])
     try:
         build(offload="disk", offload_dir=folder)
     finally:
         if rank == 1:
-            disk_file.os.statvfs = original
+            disk.os.statvfs = original
 
 
 def test_one_ranks_full_disk_stops_all_and_leaves_nothing(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from training_runs import message_of
 
 import zc
-from zc.optim.kinds import try_out
+from zc.optim.assignment import try_out
 from zc.optim.local import class_of, second_object
 from zc.optim.trials import keeps_state_by_parameter, takes_empty_groups
 from zc.registry import sharded

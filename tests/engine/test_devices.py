@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from zc import checks, devices, kernels
-from zc.engine.host_memory import HostMemory
 from zc.engine.streams import DeviceStreams, ThreadStreams, make_streams
 from zc.errors import PlanError
+from zc.offload.host_step import HostMemory
 
 XPU, MPS = torch.device("xpu", 1), torch.device("mps", 0)
 

@@ -12,7 +12,7 @@ from training_runs import adamw
 
 from zc.config import Config
 from zc.planning.packing import ParamSpec, make_plan
-from zc.planning.topology import Topology, flat
+from zc.planning.plan import Topology, flat
 from zc.prepare import Request, assign, notes_of
 
 

@@ -17,7 +17,7 @@ from zc.engine.deposits import Deposits
 from zc.passes.pipeline import pipeline
 from zc.planning.hops import Level
 from zc.planning.packing import ParamSpec, make_plan
-from zc.planning.topology import flat
+from zc.planning.plan import flat
 from zc.ranks.routes import Routes
 
 SHAPES = {"weight": (9, 7), "bias": (13,)}

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from zc.errors import PlanError
-from zc.offload import disk_file
-from zc.offload.disk_file import StateFile, place
+from zc.offload import disk
+from zc.offload.disk import StateFile, place
 
 SIZES = {"0/a": (1000, torch.float32), "0/b": (3, torch.float64), "1/a": (0, torch.float32), "1/b": (7, torch.float32)}
 
@@ -34,7 +34,7 @@ def life(folder: Path, snapshot: Any, monkeypatch: pytest.MonkeyPatch) -> None:
             snapshot()
             return result
 
-        monkeypatch.setattr(disk_file.os, name, around)
+        monkeypatch.setattr(disk.os, name, around)
     file = StateFile(folder, 0, 1, place(SIZES), ["plan"])
     for update in (1.0, 2.0):
         file.begin_update()

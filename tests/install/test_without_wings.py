@@ -19,7 +19,7 @@ from tiers import full_only
 ROOT = Path(__file__).resolve().parents[2]
 TOGETHER = ("zc/__init__.py", "zc/api.py", "zc/config.py", "zc/features.py", "zc/prepare.py", "passes/pipeline.py")
 # Wings that nothing else needs, or a part of one. `tests/arrows.py` has the modules of the others.
-PARTS = {"disk": "zc.offload.disk zc.offload.disk_file"}
+PARTS = {"disk": "zc.offload.disk"}
 NAMES = ("disk", "wire", "in_place", "report", "integrations", "host", "watch", "checking", "agree")
 
 TRAIN = """

@@ -19,8 +19,7 @@ import encoded
 import zc
 from zc import kernels
 from zc.kernels import _chunks, _triton
-from zc.kernels.decode_blocks import decode_blocks_reference
-from zc.kernels.encode_blocks import encode_blocks_reference
+from zc.kernels.blocks import decode_blocks_reference, encode_blocks_reference
 
 ALL = (c.F32, c.B16, c.F16, c.F64)
 
@@ -171,7 +170,7 @@ def test_blocks(layout: str) -> None:
 def test_blocks_longer_than_a_piece() -> None:
     for module in ("encode_blocks", "decode_blocks"):
         assert importlib.import_module(f"zc.kernels.{module}").CHUNK == _chunks.CHUNK
-    with mock.patch("zc.kernels.encode_blocks.CHUNK", 512), mock.patch("zc.kernels.decode_blocks.CHUNK", 512):
+    with mock.patch("zc.kernels.blocks.CHUNK", 512):
         encoded.check_all(encode_blocks_reference, decode_blocks_reference, "cpu", ["runs"])
 
 

@@ -8,8 +8,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from zc.config import Config
 from zc.planning.packing import ParamSpec, make_plan
-from zc.planning.plan import Plan
-from zc.planning.topology import flat
+from zc.planning.plan import Plan, flat
 
 
 def plan_for(

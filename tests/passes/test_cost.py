@@ -9,12 +9,11 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from zc.config import Config
+from zc.passes.base import run_passes
 from zc.passes.pipeline import pipeline
-from zc.passes.runner import run_passes
 from zc.planning.packing import ParamSpec, make_plan
-from zc.planning.plan import Plan
-from zc.planning.topology import flat
-from zc.schedule import cost
+from zc.planning.plan import Plan, flat
+from zc.report import timeline
 from zc.schedule.nodes import op_of, steps
 from zc.schedule.spec import Take
 
@@ -48,13 +47,13 @@ def test_flops_of_a_schedule_are_those_of_its_matmuls() -> None:
     graph, plan = embedding_under_layers()
     graph = run_passes(graph, plan, pipeline(in_place=True))[0]
     inner = [n for node in steps(graph) if "segment" in node.meta for n in node.meta["segment"].graph.nodes]
-    assert sum(cost.flops(n) for n in inner) == 2 * (2 * 4 * WIDTH * WIDTH)
-    us = cost.estimate(plan)
+    assert sum(timeline.flops(n) for n in inner) == 2 * (2 * 4 * WIDTH * WIDTH)
+    us = timeline.estimate(plan)
     assert all(us(n) >= 0 for n in steps(graph))
     launches = {n.args[0]: us(n) for n in steps(graph) if isinstance(op_of(n), Take)}
     assert launches[2] > 50 * launches[0], "the embedding is 469 times as large"
     half = ROWS * WIDTH * 4 / 2  # each of two ranks sends half of the bucket
-    c = cost.CEILINGS["cpu"]
+    c = timeline.CEILINGS["cpu"]
     assert launches[2] == pytest.approx(c.us_launch + half / c.nbytes_link, rel=1e-3)
 
 
@@ -68,6 +67,6 @@ def test_flops_of_convolutions_and_attention(mode: str) -> None:
 
     inputs = [torch.randn(shape, requires_grad=True) for shape in ((2, 3, 8, 8), (4, 3, 3, 3), *((2, 4, 16, 8),) * 3)]
     graph = make_fx(both, tracing_mode=mode)(*inputs).graph
-    flops = [work for node in graph.nodes if (work := cost.flops(node))]
+    flops = [work for node in graph.nodes if (work := timeline.flops(node))]
     once = 2 * (2 * 4 * 6 * 6) * (3 * 3 * 3), 4 * (2 * 4 * 16 * 8) * 16
     assert flops == ([once[0], once[1], once[1] * 10 / 4, once[0] * 2] if mode == "fake" else [2, 4, 10, 4])

@@ -14,8 +14,7 @@ from torch import fx
 
 from zc.errors import PassError
 from zc.passes.verify import examine
-from zc.schedule.buffer import KINDS, MAIN, Buffer, carried_by, carried_event
-from zc.schedule.contents import FACTS
+from zc.schedule.buffer import FACTS, KINDS, MAIN, Buffer, carried_by, carried_event
 from zc.schedule.nodes import TARGETS, change, op_of, put, text
 from zc.schedule.spec import (
     Deposit,

@@ -10,16 +10,14 @@ import torch
 
 from zc.config import Config
 from zc.engine.buffers import Buffers
-from zc.engine.host_memory import HostMemory
 from zc.errors import PlanError
+from zc.offload.host_step import HostMemory
 from zc.plan_checks import check_plan
-from zc.planning.allocations import KINDS, most_nbytes, nbytes_of
+from zc.planning.allocations import KINDS, most_nbytes, nbytes_of, resident
 from zc.planning.layout import Rule
-from zc.planning.nbytes import resident
 from zc.planning.ownership import assign_owners
 from zc.planning.packing import ParamSpec, make_plan
-from zc.planning.plan import Plan
-from zc.planning.topology import Topology, flat
+from zc.planning.plan import Plan, Topology, flat
 
 pytestmark = pytest.mark.check
 

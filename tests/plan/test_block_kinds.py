@@ -9,10 +9,8 @@ from torch import nn
 from zc.config import Config
 from zc.planning import packing as planning
 from zc.planning.blocks import find_kinds
-from zc.planning.kinds import BlockKind, split_name
 from zc.planning.packing import ParamSpec, make_plan
-from zc.planning.plan import Plan
-from zc.planning.topology import ALONE
+from zc.planning.plan import ALONE, BlockKind, Plan, split_name
 
 
 class Block(nn.Module):

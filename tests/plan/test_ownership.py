@@ -12,12 +12,11 @@ from hypothesis import strategies as st
 
 from bench.cases.models import GPTConfig, make_model
 from zc.config import Config
+from zc.planning.allocations import resident, sent
 from zc.planning.layout import Rule
-from zc.planning.nbytes import resident, sent
 from zc.planning.ownership import COSTS, ROOM, assign, assign_owners, elements, newton_schulz
 from zc.planning.packing import ParamSpec, make_plan
-from zc.planning.plan import Plan
-from zc.planning.topology import flat
+from zc.planning.plan import Plan, flat
 
 pytestmark = pytest.mark.check
 

@@ -19,9 +19,7 @@ from zc.config import Config
 from zc.planning.layout import Rule
 from zc.planning.ownership import assign_owners
 from zc.planning.packing import ParamSpec, make_plan
-from zc.planning.placement import PLACEMENTS
-from zc.planning.plan import Plan
-from zc.planning.topology import Topology, flat
+from zc.planning.plan import PLACEMENTS, Plan, Topology, flat
 
 pytestmark = pytest.mark.check
 
@@ -205,7 +203,7 @@ from zc.config import Config
 from zc.planning.layout import Rule
 from zc.planning.ownership import assign_owners
 from zc.planning.packing import ParamSpec, make_plan
-from zc.planning.topology import flat
+from zc.planning.plan import flat
 
 dtypes = [torch.float32, torch.bfloat16]
 specs = [ParamSpec(f"layer{k}.weight", (k % 5, 7), dtypes[k % 2], torch.device("cpu")) for k in range(40)]

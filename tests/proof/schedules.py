@@ -17,12 +17,11 @@ from zc.config import Config
 from zc.engine.weights import gather_graph, publish_graph
 from zc.offload.host_step import step_graph
 from zc.passes import insert_events, offload_gradients, place_on_streams, reduce_buckets, window_weights
-from zc.passes.debt import Debt
+from zc.passes.base import Debt
 from zc.planning.layout import Rule
 from zc.planning.ownership import assign_owners
 from zc.planning.packing import ParamSpec, make_plan
-from zc.planning.plan import Plan
-from zc.planning.topology import Topology, flat
+from zc.planning.plan import Plan, Topology, flat
 from zc.schedule.buffer import Buffer
 from zc.schedule.nodes import put
 from zc.schedule.spec import (

@@ -23,10 +23,8 @@ from tiers import FULL
 
 from zc.engine import deposits
 from zc.engine.weights import gather_graph
-from zc.passes.base import copy_graph
-from zc.passes.debt import Debt
+from zc.passes.base import Debt, copy_graph, run_passes
 from zc.passes.pipeline import pipeline
-from zc.passes.runner import run_passes
 from zc.passes.verify import examine, verify
 from zc.planning.hops import Into
 from zc.planning.wire import Wire

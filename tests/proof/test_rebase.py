@@ -11,13 +11,11 @@ from torch import fx
 
 from zc.config import Config
 from zc.errors import RaceError
+from zc.passes.base import run_passes
 from zc.passes.pipeline import pipeline
-from zc.passes.runner import run_passes
 from zc.passes.verify import verify
-from zc.planning.kinds import BlockKind
 from zc.planning.packing import ParamSpec, make_plan
-from zc.planning.plan import Plan
-from zc.planning.topology import Topology, flat
+from zc.planning.plan import BlockKind, Plan, Topology, flat
 from zc.schedule.nodes import text
 from zc.schedule.rebase import Shift, rebased, shifts
 

@@ -16,14 +16,13 @@ from torch import fx
 from weights_machine import Setting
 
 from zc.config import Config
+from zc.passes.base import run_passes
 from zc.passes.pipeline import examine, verify
-from zc.passes.runner import run_passes
 from zc.passes.scheduling import scheduling
 from zc.planning.hops import reads_shards
 from zc.planning.packing import ParamSpec, make_plan
-from zc.planning.plan import Plan
+from zc.planning.plan import Plan, Topology, flat
 from zc.planning.residency import plan_residency, smallest_cap
-from zc.planning.topology import Topology, flat
 from zc.schedule.codegen import load
 from zc.schedule.nodes import ops
 from zc.schedule.spec import Gather

@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 
-from zc.planning.topology import Topology, flat
+from zc.planning.plan import Topology, flat
 from zc.ranks import hosts, neighbours
 from zc.ranks.neighbours import Links, Neighbours
 

@@ -18,9 +18,8 @@ from zc.engine.program import Program, build
 from zc.passes.pipeline import PARTS
 from zc.passes.scheduling import scheduling
 from zc.planning.packing import ParamSpec, make_plan
-from zc.planning.plan import Plan
+from zc.planning.plan import Plan, flat
 from zc.planning.residency import Uses, plan_residency
-from zc.planning.topology import flat
 from zc.registry import sharded
 from zc.report.drawing import draw
 from zc.report.timeline import Timeline, measured

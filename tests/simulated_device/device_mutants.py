@@ -119,7 +119,7 @@ MUTANTS: Sequence[Mutant] = (
         Scenario(2, model="mlp", loop="norms on two streams"),
     ),
     Mutant(
-        "a mean waits for its numbers", "zc.optim.reductions", "pin_memory=not is_on_host", "pin_memory=False",
+        "a mean waits for its numbers", "zc.optim.sharded_value", "pin_memory=not is_on_host", "pin_memory=False",
         Scenario(2, model="mlp", loop="norms on two streams"), shows="wait",
     ),
     # weights

@@ -33,7 +33,7 @@ from zc.checkpoint.state import state_of, trained
 from zc.checkpoint.target import commit
 from zc.checkpoint.together import refuse_together
 from zc.errors import CheckpointError, PlanError
-from zc.optim.probe import update_copy
+from zc.optim.trials import update_copy
 from zc.registry import COMPILED, is_ours
 
 if TYPE_CHECKING:

@@ -19,13 +19,12 @@ from torch import Tensor, fx, nn
 
 from zc import torch_private
 from zc.engine.param_checks import BlockPlaces, Places
-from zc.planning.kinds import BlockKind, block_of, split_name
+from zc.planning.plan import BlockKind, Plan, block_of, split_name
 from zc.schedule.rebase import rebased, shifts
 
 if TYPE_CHECKING:
     from zc.engine.program import Program
     from zc.engine.runtime import Runtime
-    from zc.planning.plan import Plan
 
 
 class Blocks:

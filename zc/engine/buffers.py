@@ -70,7 +70,7 @@ if TYPE_CHECKING:
 
 
 class PinnedMemory(Protocol):
-    """Host memory that the plan's device copies from and to (`zc.engine.host_memory`)."""
+    """Host memory that the plan's device copies from and to (`zc.offload.host_step`)."""
 
     note: str | None  # why the memory is not as requested, if it is not
 

@@ -16,8 +16,18 @@ import torch
 from torch.optim import Optimizer
 
 from zc.optim.local import REPLACED, class_of
-from zc.optim.probe import CLOSE, Updated, difference, leaves, same_state, small_data, update_copy, wrapped
-from zc.optim.trials import PAIRS, cut_matrix
+from zc.optim.trials import (
+    CLOSE,
+    PAIRS,
+    Updated,
+    cut_matrix,
+    difference,
+    leaves,
+    same_state,
+    small_data,
+    update_copy,
+    wrapped,
+)
 
 
 def candidates(cls: type[Optimizer]) -> list[str]:

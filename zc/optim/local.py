@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from zc import torch_private
 
-# methods that zc replaces on the caller's object (zc/optim/methods.py), beside those of its class alone
+# methods that zc replaces on the caller's object (zc/optim/optimizer.py), beside those of its class alone
 REPLACED = ("step", "zero_grad", "add_param_group", "state_dict", "load_state_dict")
 
 

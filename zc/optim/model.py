@@ -19,10 +19,9 @@ from torch import Tensor, nn
 from zc import torch_private
 from zc.engine.core import Listener
 from zc.optim.assignment import Assignment
-from zc.optim.grad_shards import GradShards
+from zc.optim.grad_shards import GradShards, ShardedGrad
 from zc.optim.optimizer import ShardedOptimizer
 from zc.optim.param_writes import ParamWrites
-from zc.optim.sharded_grad import ShardedGrad
 from zc.optim.sharded_value import ShardedValue
 from zc.planning.plan import Bucket
 

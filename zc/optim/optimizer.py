@@ -5,11 +5,21 @@ methods of the class run on a second object (`zc.optim.local`), whose groups hav
 this rank owns elements, a view into master_shard, which has a gradient inside a method alone. Hooks around ``step`` do
 the rest: after all other pre-hooks the gradients are finished, and before all other post-hooks the updated masters are
 cast into flat_param and gathered (ZeRO, arXiv:1910.02054, section 5).
+
+zc replaces methods of the objects (`zc.optim.local.REPLACED`); the classes stay as they are. ``model.zero_grad`` is not
+replaced: zc notices a parameter whose ``.grad`` was set to None.
+
+``step(closure)``: torch's optimizers call the closure at the start of their step, which is too late to finish
+gradients. So zc calls it first, and the optimizer gets a function that only returns the loss.
 """
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,17 +28,15 @@ from torch.optim import Optimizer
 
 from zc import torch_private
 from zc.engine.memory_order import flattened, in_shape
-from zc.errors import ZcError
+from zc.errors import PlanError, ZcError
+from zc.optim.assignment import is_known
 from zc.optim.class_methods import candidates, mentions, on_slices
-from zc.optim.closures import Arguments, Closures, closure_in
-from zc.optim.grad_shards import GradShards
-from zc.optim.kinds import is_known
-from zc.optim.local import second_object, take_options
+from zc.optim.grad_shards import GradShards, ShardedGrad
+from zc.optim.local import REPLACED, second_object, take_options
 from zc.optim.param_writes import ParamWrites
-from zc.optim.sharded_grad import ShardedGrad
 from zc.optim.sharded_value import ShardedValue
 from zc.optim.state_view import StateView
-from zc.optim.trials import Clears, clears_gradients, keeps_state_by_parameter, takes_empty_groups
+from zc.optim.trials import Clears, clears_gradients, keeps_state_by_parameter, num_closure_calls, takes_empty_groups
 from zc.planning.layout import Rule, Slot
 from zc.planning.plan import Bucket
 
@@ -367,3 +375,138 @@ class ShardedOptimizer:
         vars(self.optimizer)["state"] = self.local.state
         for group in (*self.local.param_groups, *self.optimizer.param_groups):
             group["params"] = []
+
+
+def replace_methods(model: nn.Module, sharded: ShardedOptimizer) -> None:
+    """Puts zc's methods on an optimizer object."""
+    optimizer = sharded.optimizer
+    owner, of_model = weakref.proxy(sharded), weakref.ref(model)
+    add, before = type(optimizer).add_param_group, optimizer.step
+
+    # a method with the signature of the class's: schedulers and GradScaler look at it. It may be a scheduler's already.
+    @functools.wraps(getattr(before, "__func__", before))
+    def step(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return before(*args, **kwargs)
+        except Exception:
+            owner.publish_rest()  # other ranks publish the same buckets
+            raise
+
+    def zero_grad(set_to_none: bool = True) -> None:
+        owner.zero_grad(set_to_none=set_to_none)
+
+    def state_dict() -> dict[str, Any]:
+        state: dict[str, Any] = owner.state_dict()
+        return state
+
+    def load_state_dict(state_dict: dict[str, Any]) -> None:
+        owner.load_state_dict(state_dict)
+
+    def add_param_group(param_group: dict[str, Any]) -> None:
+        items = param_group["params"]
+        if isinstance(items, set):
+            add(optimizer, param_group)  # which refuses it: its order differs from rank to rank
+        items = [items] if isinstance(items, Tensor) else list(items)
+        params = [item[1] if isinstance(item, tuple) else item for item in items]  # of named_parameters()
+        trained = of_model()
+        names = {id(p): name for name, p in trained.named_parameters()} if trained is not None else {}
+        for param in params:
+            name = names.get(id(param))
+            if name is None or owner.runtime.params.get(name) is param:
+                what = (
+                    f"parameter {name}, which has its place: set its options in optimizer.param_groups"
+                    if name
+                    else f"a tensor {tuple(param.shape)} that the model lacks: register it there first, and call "
+                    "zc.recompile(model) afterwards"
+                )
+                raise PlanError(f"add_param_group was given {what}")
+        add(optimizer, {**param_group, "params": items})
+        owner.runtime.frozen.update({names[id(param)]: param for param in params})
+
+    for name in sharded.methods:
+        setattr(optimizer, name, MethodType(_on_slices(type(optimizer), name, owner), optimizer))
+    if sharded.runtime.plan.placement.shards_weights:
+        # in a loop that the caller compiles Dynamo would look at parameters that have no bytes
+        step = torch.compiler.disable(step)  # type: ignore[no-untyped-call]
+    optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
+    optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
+    optimizer.add_param_group = add_param_group  # type: ignore[method-assign]
+    optimizer.state_dict = state_dict  # type: ignore[method-assign]
+    optimizer.load_state_dict = load_state_dict  # type: ignore[method-assign]
+
+
+def _on_slices(cls: type[Optimizer], name: str, owner: ShardedOptimizer) -> Callable[..., Any]:
+    """A method of the class that runs on slices; on what the caller gives it where that is a parameter."""
+
+    @functools.wraps(getattr(cls, name))
+    def run(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(arg, Tensor) for arg in (*args, *kwargs.values())):
+            return getattr(cls, name)(optimizer, *args, **kwargs)
+        return owner.run_on_slices(name, args, kwargs)
+
+    return run
+
+
+def restore_methods(sharded: ShardedOptimizer) -> None:
+    """Removes what `replace` has put on the object, so that its class's methods apply again."""
+    for name in (*REPLACED, *sharded.methods):
+        vars(sharded.optimizer).pop(name, None)
+
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def closure_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
+    """The closure among the arguments of ``step``, of which the optimizer is the first."""
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    return closure if callable(closure) else None
+
+
+class Closures:
+    """Runs the closures that one optimizer's ``step`` gets."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer, self._name = optimizer, type(optimizer).__name__
+
+    @cached_property
+    def _num_calls(self) -> int | None:
+        """How often ``step`` calls its closure; None where that can't be tried."""
+        return 1 if is_known(self._optimizer) else num_closure_calls(self._optimizer)
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        """Calls the closure among the arguments of ``step``, of which the optimizer is the first. Returns the arguments
+        for the real step.
+
+        Raises PlanError if the optimizer does not call its closure exactly once; nothing has changed.
+        """
+        closure = closure_in(args, kwargs)
+        if closure is None:
+            return args, kwargs
+        if self._num_calls != 1:
+            times = "can't be tried on small data" if self._num_calls is None else f"calls it {self._num_calls} times"
+            raise PlanError(
+                f"{self._name}.step was given a closure, and {times}: zc finishes the gradients between the closure "
+                "and the update, so it takes optimizers that call it once. Call the closure yourself, then step()"
+            )
+        with torch.enable_grad():
+            loss = closure()
+        answer = self._once(loss)
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": answer}
+        return (args[0], answer, *args[2:]), kwargs
+
+    def _once(self, loss: Any) -> Callable[[], Any]:
+        """A closure that returns ``loss``, and may be called once."""
+        is_called = False
+
+        def call() -> Any:
+            nonlocal is_called
+            if is_called:
+                raise ZcError(
+                    f"{self._name}.step called its closure a second time, after an update of this rank's weights: zc "
+                    "takes optimizers that call it once"
+                )
+            is_called = True
+            return loss
+
+        return call

@@ -9,10 +9,13 @@ broadcasts to the parameter's shape. Its result is such a value again. Where a w
 gathered first, on all ranks. A *reduction* over all elements is a plain tensor, the same on all ranks. A *random*
 function draws the whole tensor's numbers on every rank, as one process would, and each keeps its own. Everything else,
 such as rows, views and products of matrices, raises an error that says what to call.
+
+Of a reduction each rank has partial numbers, in fp64, and all ranks join them in one order, so all have the same bits.
 """
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
@@ -24,11 +27,12 @@ from torch import Tensor
 from zc import torch_private
 from zc.engine.memory_order import flattened, in_shape
 from zc.errors import ZcError
-from zc.optim import reductions
+from zc.kernels import sums_of_squares
 from zc.planning.layout import Slot
 
 if TYPE_CHECKING:
     from zc.optim.grad_shards import GradShards
+
 
 aten = torch.ops.aten
 DEEPEST = 8  # of functions of a gradient that many gradients may be asked for at once
@@ -211,9 +215,9 @@ def _handler(func: Any) -> _Handler:
         return _new
     if torch.Tag.nondeterministic_seeded in func.tags:
         return _draw
-    if torch.Tag.pointwise in func.tags or (name not in reductions.NAMES and _is_by_element(name.removesuffix("_"))):
+    if torch.Tag.pointwise in func.tags or (name not in NAMES and _is_by_element(name.removesuffix("_"))):
         return _by_element
-    if name in reductions.NAMES:
+    if name in NAMES:
         return _reduce
     return _refuse
 
@@ -371,7 +375,7 @@ def _formula(
         return None
     items = tuple(a.formula[0] if isinstance(a, ShardedValue) and a.formula else a for a in args)
     named = tuple((n, a.formula[0] if isinstance(a, ShardedValue) and a.formula else a) for n, a in kwargs.items())
-    formula = reductions.Formula(func, items, named, depth)
+    formula = Formula(func, items, named, depth)
     try:
         hash(formula)
     except TypeError:
@@ -437,8 +441,8 @@ def _reduce(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if func.overloadpacket.__name__ in ("max", "min") and dims:
         _refuse(func, args, kwargs)  # it asks for the place, too
     name = func.overloadpacket.__name__
-    dtype = reductions.dtype_of(name, value._local.dtype, given)
-    result: Tensor = value.owner.reduce(value, reductions.choose(name, given), dtype)
+    dtype = dtype_of(name, value._local.dtype, given)
+    result: Tensor = value.owner.reduce(value, choose(name, given), dtype)
     return result.reshape([1] * value.dim()) if given.get("keepdim") else result
 
 
@@ -514,3 +518,114 @@ _OTHERS: dict[str, _Handler] = {
     "index_put_": _put_by_mask,
     "_amp_foreach_non_finite_check_and_unscale_": _unscale,
 }
+
+
+# functions of aten, by the names of their packets
+NAMES = frozenset((
+    "sum", "mean", "max", "min", "amax", "amin", "any", "all", "count_nonzero", "linalg_vector_norm", "norm", "var",
+    "std",
+))  # fmt: skip
+
+
+class Formula(NamedTuple):
+    """An elementwise function of one gradient and numbers, to be called on other gradients, too."""
+
+    func: Any  # None: the gradient itself
+    args: tuple[Any, ...] = ()
+    kwargs: tuple[tuple[str, Any], ...] = ()
+    depth: int = 0
+
+    def of(self, grad: Tensor) -> Tensor:
+        if self.func is None:
+            return grad
+        args = [a.of(grad) if isinstance(a, Formula) else a for a in self.args]
+        kwargs = {name: a.of(grad) if isinstance(a, Formula) else a for name, a in self.kwargs}
+        result: Tensor = self.func(*args, **kwargs)
+        return result
+
+
+GRADIENT = Formula(None)
+
+
+class Reduction(NamedTuple):
+    """``kind``: sum, mean, var, std with a ``correction``, norm of an ``order``, max, min, any or all."""
+
+    kind: str
+    order: float = 2.0
+    correction: float = 1.0
+
+    @property
+    def is_sum(self) -> bool:
+        """Whether ranks add their partial numbers. Otherwise the largest of them counts."""
+        return self.kind in ("sum", "mean", "var", "std") or (self.kind == "norm" and not math.isinf(self.order))
+
+    @property
+    def is_least(self) -> bool:
+        """Whether it is the smallest number, so the negative of the largest of the negatives."""
+        return self.kind in ("min", "all") or (self.kind == "norm" and self.order == -math.inf)
+
+    def partials(self, parts: Sequence[Tensor]) -> Tensor:
+        """[parts, numbers] fp64."""
+        if self.kind == "norm" and self.order == 2.0 and all(part.dtype.is_floating_point for part in parts):
+            return sums_of_squares(parts)[:, None]
+        return torch.stack([torch.stack(self._partial(part)) for part in parts])
+
+    def _partial(self, part: Tensor) -> list[Tensor]:
+        wide = part.double()
+        if self.kind == "norm" and self.is_sum:
+            return [(wide != 0).double().sum() if self.order == 0 else wide.abs().pow(self.order).sum()]
+        if self.is_sum:
+            return [wide.sum()] if self.kind in ("sum", "mean") else [wide.sum(), wide.square().sum()]
+        if self.kind in ("any", "all"):
+            return [wide.any().double() if self.kind == "any" else -wide.all().double()]
+        if part.numel() == 0:
+            return [wide.new_full((), -math.inf), wide.new_zeros(())]
+        wide = wide.abs() if self.kind == "norm" else wide
+        largest = -wide.amin() if self.is_least else wide.amax()
+        is_nan = largest.isnan()  # apart, because a comparison of ranks may lose it
+        return [largest.masked_fill(is_nan, -math.inf), is_nan.double()]
+
+    def finish(self, joint: Tensor, counts: Sequence[int]) -> Tensor:
+        """[values] fp64 <- the joint numbers [values, numbers] of values with so many elements. The host does not wait
+        for the device."""
+        total = joint[:, 0]
+        if self.kind == "norm" and self.is_sum:
+            return total if self.order == 0 else total ** (1.0 / self.order)
+        if self.kind == "sum":
+            return total
+        is_on_host = joint.device.type == "cpu"  # a copy from memory that is not pinned would wait
+        numels = torch.tensor(counts, dtype=joint.dtype, pin_memory=not is_on_host).to(joint.device, non_blocking=True)
+        if self.kind in ("var", "std"):
+            variance = (joint[:, 1] - total * total / numels).clamp(min=0.0) / (numels - self.correction).clamp(min=0.0)
+            return variance.sqrt() if self.kind == "std" else variance
+        if self.kind == "mean":
+            return total / numels
+        total = -total if self.is_least else total
+        if self.kind in ("any", "all"):
+            return total
+        total = total.masked_fill(joint[:, 1] > 0, math.nan)
+        return total.masked_fill(numels == 0, 0.0) if self.kind == "norm" else total
+
+
+def choose(name: str, given: dict[str, Any]) -> Reduction:
+    """The reduction that a function of aten asks for. ``given``: its arguments."""
+    if name in ("linalg_vector_norm", "norm"):
+        order = given.get("ord", given.get("p"))
+        return Reduction("norm", order=2.0 if order is None else float(order))
+    if name in ("var", "std"):
+        correction = given.get("correction", float(given.get("unbiased", True)))
+        return Reduction(name, correction=1.0 if correction is None else float(correction))
+    if name == "count_nonzero":
+        return Reduction("norm", order=0.0)
+    return Reduction({"amax": "max", "amin": "min"}.get(name, name))
+
+
+def dtype_of(name: str, dtype: torch.dtype, given: dict[str, Any]) -> torch.dtype:
+    """The result's, of a value of ``dtype``."""
+    if given.get("dtype") is not None:
+        return given["dtype"]  # type: ignore[no-any-return]
+    if name in ("any", "all"):
+        return torch.bool
+    if name == "count_nonzero" or (name == "sum" and not dtype.is_floating_point):
+        return torch.int64
+    return dtype

@@ -1,4 +1,5 @@
-"""The memory that a plan needs on a rank, as one table: `zc.engine.buffers` allocates by it, and estimates sum it.
+"""The memory that a plan needs on a rank, as one table: `zc.engine.buffers` allocates by it, and estimates sum it; and
+the bytes that a rank sends and copies, by kind.
 
 `of_bucket` has the tensors of one bucket, by element; `shared` those that serve all buckets, in bytes.
 """
@@ -7,12 +8,14 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 
+from zc.planning.hops import Encoding, num_rows
 from zc.planning.plan import NUM_HOST_SUMS, Bucket, Plan
+from zc.planning.traits import num_states
 
 # In the order of reports; the optimizer's state is its own, and only estimates have it
 KINDS = (
@@ -159,3 +162,178 @@ def most_nbytes(plan: Plan, *, on_host: bool) -> dict[str, int]:
 def in_order(nbytes: Mapping[str, int]) -> dict[str, int]:
     """The same, in the order of `KINDS`."""
     return {kind: nbytes[kind] for kind in KINDS if kind in nbytes}
+
+
+def of_ddp(numel_by_optimizer: Mapping[str, int]) -> int:
+    """Bytes that DDP keeps in fp32 between steps: weights, gradients (views of its buckets), and the whole state of
+    each optimizer."""
+    return sum(numel * 4 * (2 + num_states(name)) for name, numel in numel_by_optimizer.items())
+
+
+def resident(plan: Plan, states: Sequence[int]) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
+    """Bytes (device, host, disk) of a rank by kind. If ranks own unequal parts (whole parameters),
+    the largest counts. Optimizer state counts with the shard's padding, although it has none. ``states``: how many
+    tensors of a parameter's size each optimizer keeps."""
+    device, host = most_nbytes(plan, on_host=False), most_nbytes(plan, on_host=True)
+    state, kind = heaviest(plan.buckets, lambda b: states[b.optimizer] * b.acc_dtype.itemsize), "optimizer_state"
+    if plan.offload is None:
+        return in_order({**device, kind: state}), host, {}
+    device[kind] = 0
+    if not plan.offload.state_on_disk:
+        return in_order(device), {**host, kind: state}, {}
+    masters = in_shards((b for b in plan.buckets if b.has_master), "acc_dtype")
+    return in_order(device), {**host, kind: 0}, {kind: state, "master_shard": masters}
+
+
+def in_shards(buckets: Iterable[Bucket], dtype_of: str) -> int:
+    """Bytes of one shard of each bucket, in its dtype of that name, such as "param_dtype"."""
+    return sum(b.layout.numel_shard * getattr(b, dtype_of).itemsize for b in buckets)
+
+
+def heaviest(buckets: Sequence[Bucket], nbytes: Callable[[Bucket], int]) -> int:
+    """The most bytes that any rank has of elements that it updates in ``buckets``, at ``nbytes`` per element."""
+    equal = sum(b.layout.numel_shard * nbytes(b) for b in buckets if b.layout.owners is None)
+    return equal + max(_by_rank((b for b in buckets if b.layout.owners is not None), nbytes).values(), default=0)
+
+
+def _by_rank(buckets: Iterable[Bucket], nbytes: Callable[[Bucket], int]) -> dict[int, int]:
+    by_rank: dict[int, int] = {}
+    for bucket in buckets:
+        for rank, (start, stop) in bucket.layout.runs.items():
+            by_rank[rank] = by_rank.get(rank, 0) + (stop - start) * nbytes(bucket)
+    return by_rank
+
+
+def moved(plan: Plan, dtype_of: str) -> tuple[int, int]:
+    """Bytes that a rank sends for whole parameters: reduced gradients to their owners, and updated weights back to the
+    shards. Each is the most that any rank sends."""
+    whole = [b for b in plan.buckets if b.layout.owners is not None]
+    if not whole or plan.world_size == 1:
+        return 0, 0
+    owned = _by_rank(whole, lambda b: getattr(b, dtype_of).itemsize)
+    unsent: dict[int, int] = {}  # by rank: bytes of its elements in its own shard
+    for bucket in whole:
+        for rank, (start, stop) in bucket.layout.runs.items():
+            low, high = bucket.layout.shard_range(rank)
+            inside = max(0, min(stop, high) - max(start, low)) * getattr(bucket, dtype_of).itemsize
+            unsent[rank] = unsent.get(rank, 0) + inside
+    reduced = dict.fromkeys(range(plan.world_size), 0)
+    for bucket in whole:
+        end, shard = max((stop for _, stop in bucket.layout.runs.values()), default=0), bucket.layout.numel_shard
+        for rank in range(-(-end // shard)):  # nobody owns the padding after the last run
+            reduced[rank] += (min(end, (rank + 1) * shard) - rank * shard) * getattr(bucket, dtype_of).itemsize
+    return max(n - unsent.get(r, 0) for r, n in reduced.items()), max(owned[rank] - unsent[rank] for rank in owned)
+
+
+def sent(plan: Plan, microbatches: int) -> dict[str, int]:
+    """Bytes that a rank sends in a step, or that others read from it.
+
+    Each reduction and the gather send W - 1 of W parts of each bucket. With two levels they send L - 1 of L inside the
+    host, and H - 1 of H of that to other hosts. With R replicas, R - 1 of R of a shard go to these, twice. Gradients
+    and weights of whole parameters travel to their owners and back.
+    """
+    num = microbatches if plan.placement.shards_gradients else 1
+    others, between = plan.world_size - 1, plan.topology.num_hosts - 1
+    to_its_host = plan.topology.num_hosts * (plan.topology.ranks_per_host - 1) if plan.topology.has_levels else 0
+    shards = in_shards(plan.buckets, "reduce_dtype")
+    if plan.reduce_encoding is not None:
+        reduced = to_its_host * shards + sum(most_encoded(plan, b, plan.reduce_encoding)[0] for b in plan.buckets)
+    else:
+        reduced = others * shards
+        if plan.topology.has_levels:
+            reduced = to_its_host * shards + between * in_shards(plan.buckets, "net_dtype")
+        reduced += sum(sent_to_replicas(plan, b) for b in plan.buckets)
+    whole, gathered = plan.sharded, others * in_shards(_after_update(plan), "param_dtype")
+    encoded = 0
+    if plan.gather_encoding is not None:
+        read = others - between if plan.topology.has_levels else 0
+        encoded = read * in_shards(plan.buckets, "param_dtype")
+        encoded += sum(most_encoded(plan, b, plan.gather_encoding)[1] for b in plan.buckets)
+        whole = tuple(b for b in whole if not plan.encodes_weights(b))
+        gathered = 0
+    # an upper bound for buckets that are gathered while they are read: some stay until the backward
+    return {
+        "gradients": num * reduced + moved(plan, "acc_dtype")[0],
+        "parameters": gathered
+        + _times_read(plan, microbatches, encoded, others * in_shards(whole, "param_dtype"))
+        + moved(plan, "param_dtype")[1],
+    }
+
+
+def _times_read(plan: Plan, microbatches: int, encoded: int, whole: int) -> int:
+    """Bytes of a step's gathers: ``encoded`` of what trains, once per update or, in stage 3, as often as ``whole``, of
+    buckets that are gathered while they are read."""
+    often = 2 * microbatches
+    return often * whole + (often if plan.placement.shards_weights else 1) * encoded
+
+
+def _after_update(plan: Plan) -> list[Bucket]:
+    """The buckets that are gathered once per update, since all ranks keep them whole."""
+    return [bucket for bucket in plan.buckets if not plan.is_sharded(bucket)]
+
+
+def most_encoded(plan: Plan, bucket: Bucket, encoding: Encoding) -> tuple[int, int]:
+    """The most bytes of encoded rows that any rank sends: of rows for the others, and of its own row to all."""
+    count, rows = num_rows(plan), encoding.row_nbytes(bucket.layout)
+    together = [rows[first : first + count] for first in range(0, len(rows), count)]
+    return max(sum(group) - min(group) for group in together), (count - 1) * max(rows)
+
+
+def sent_to_replicas(plan: Plan, bucket: Bucket) -> int:
+    """Bytes that a rank sends to its replicas in a reduction: pieces of its shard, and the sum of its own piece."""
+    if plan.num_replicas == 1:
+        return 0
+    wire = plan.hops[-1].dtype(bucket)
+    piece = bucket.layout.numel_shard // plan.num_replicas
+    return piece * (plan.num_replicas - 1) * (wire.itemsize + bucket.acc_dtype.itemsize)
+
+
+def sent_between_hosts(plan: Plan, microbatches: int, ranks_per_host: int) -> dict[str, int]:
+    """Bytes that leave a host in a step, from all its ranks, without the exchanges of whole parameters' owners. Two
+    levels send the least possible, 2 (H - 1) / H of the model with one backward; one level sends L times that."""
+    num = microbatches if plan.placement.shards_gradients else 1
+    others, copies = _pairs_between_hosts(plan, ranks_per_host)
+    if plan.topology.has_levels:
+        others = ranks_per_host * (plan.topology.num_hosts - 1)
+    reduced = others * in_shards(plan.buckets, "net_dtype" if plan.topology.has_levels else "reduce_dtype")
+    if copies:
+        reduced += copies * sum(sent_to_replicas(plan, b) for b in plan.buckets) // (plan.num_replicas - 1)
+    gathered = others * in_shards(_after_update(plan), "param_dtype")
+    if plan.reduce_encoding is not None:
+        reduced = sum(_encoded_between_hosts(plan, b, plan.reduce_encoding, others) for b in plan.buckets)
+    whole, encoded = plan.sharded, 0
+    if plan.gather_encoding is not None:
+        encoded = sum(_encoded_between_hosts(plan, b, plan.gather_encoding, others) for b in plan.buckets)
+        whole, gathered = tuple(b for b in whole if not plan.encodes_weights(b)), 0
+    gathered += _times_read(plan, microbatches, encoded, others * in_shards(whole, "param_dtype"))
+    return {"gradients": num * reduced, "parameters": gathered}
+
+
+def _encoded_between_hosts(plan: Plan, bucket: Bucket, encoding: Encoding, num_shards: int) -> int:
+    """Bytes of ``num_shards`` rows that leave a host: an average over shards, since rows differ in length."""
+    return num_shards * sum(encoding.row_nbytes(bucket.layout)) // plan.world_size
+
+
+def _pairs_between_hosts(plan: Plan, ranks_per_host: int) -> tuple[int, int]:
+    """How many pairs of ranks on different hosts exchange messages: inside a replica, and with the same shard of two
+    replicas. Counts the host with the most. Rank r has shard r % W of replica r // W."""
+    pairs = []
+    for first in range(0, plan.num_ranks, ranks_per_host):
+        here = range(first, first + ranks_per_host)
+        shards, replicas = Counter(r // plan.world_size for r in here), Counter(r % plan.world_size for r in here)
+        whole = sum(n * (plan.world_size - n) for n in shards.values())
+        pairs.append((whole, sum(n * (plan.num_replicas - n) for n in replicas.values())))
+    return max(pairs)
+
+
+def copied(plan: Plan, microbatches: int) -> dict[str, int]:
+    """Bytes over the bus in a step, by direction, without the exchanges of whole parameters' owners."""
+    if plan.offload is None:
+        return {"to host": 0, "to device": 0}
+    up = heaviest(plan.buckets, lambda b: b.param_dtype.itemsize)
+    shard = in_shards(plan.buckets, "acc_dtype")
+    if not plan.offload.accumulates_on_host:
+        return {"to host": shard, "to device": up}
+    visit = sum(plan.numel_on_host(b) * b.acc_dtype.itemsize for b in plan.buckets)
+    reduced_alone = 0 if plan.placement.shards_gradients or plan.world_size == 1 else visit - shard
+    return {"to host": microbatches * visit - reduced_alone, "to device": (microbatches - 1) * visit + up}

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 
 from torch import nn
 
-from zc.planning.kinds import BlockKind, block_of, split_name
+from zc.planning.plan import BlockKind, block_of, split_name
 
 MIN_MEMBERS = 4  # fewer blocks are compiled with the rest of the model, since one schedule runs faster than several
 

@@ -14,10 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from zc.planning.kinds import BlockKind, block_of, split_name
 from zc.planning.layout import ALIGN_NBYTES, FlatLayout, Rule, flat_layout, own_strides, whole_layout
-from zc.planning.plan import Bucket, Plan
-from zc.planning.topology import Topology
+from zc.planning.plan import BlockKind, Bucket, Plan, Topology, block_of, split_name
 
 if TYPE_CHECKING:
     from zc.config import Config

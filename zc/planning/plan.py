@@ -1,21 +1,144 @@
-"""The plan: buckets and their layouts, the same on every rank, decided before anything runs. No tensors.
+"""The plan: buckets and their layouts, what the stage shards, and which ranks share a host. It is the same on every
+rank and decided before anything runs. No tensors. `zc.planning.packing` makes one.
 
-`zc.planning.packing` makes one.
+No other code asks for the stage. Sources: ZeRO, arXiv:1910.02054, sections 5.1 to 5.3; ZeRO-Offload, arXiv:2101.06840.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 
 from zc.planning.hops import Encoding, Hop, Into, Way, hops_to_gather, hops_to_reduce, largest
-from zc.planning.kinds import BlockKind
 from zc.planning.layout import ALIGN_NBYTES, LEFT, FlatLayout, Slot, align_up
-from zc.planning.placement import Offload, Placement
-from zc.planning.topology import ALONE, Topology
+
+
+@dataclass(frozen=True)
+class Placement:
+    """One row of the stage table.
+
+    ``shards_gradients``: every backward reduces, through a flat_grad of the ring, and each rank accumulates its shard
+    of the mean. Otherwise each rank adds its own gradients to a full-size accumulator, and only the last backward
+    before an update reduces it.
+
+    ``shards_weights``: each rank keeps its shard of the weights, and a bucket is gathered while it is read. Otherwise
+    all ranks keep all weights.
+    """
+
+    stage: int
+    shards_gradients: bool
+    shards_weights: bool = False
+
+
+PLACEMENTS: dict[int, Placement] = {
+    1: Placement(1, shards_gradients=False),
+    2: Placement(2, shards_gradients=True),
+    3: Placement(3, shards_gradients=True, shards_weights=True),
+}
+
+
+@dataclass(frozen=True)
+class Offload:
+    """Host memory has the masters and the optimizer state, and with ``accumulates_on_host`` the accumulators, too.
+
+    An accumulator in host memory visits the device for each backward: 8 bytes per element over the bus, and 4 for the
+    first backward of an update. One that stays on the device costs 4 bytes per element there, and 4 over the bus before
+    each update. With ``state_on_disk`` the optimizer state lies in mapped files instead.
+    """
+
+    accumulates_on_host: bool
+    state_on_disk: bool = False
+
+
+OFFLOADS: dict[str, Offload] = {"cpu": Offload(True), "device": Offload(False)}  # by offload_accumulate
+
+
+@dataclass(frozen=True)
+class Topology:
+    """H = ``num_hosts`` hosts of L = ``ranks_per_host`` ranks each; rank r is number r % L on host r // L.
+
+    ``reads_memory``: ranks of one host read each other's memory instead of sending messages. If hosts are unknown or
+    have different numbers of ranks, every rank counts as its own host.
+    """
+
+    num_hosts: int = 1
+    ranks_per_host: int = 1
+    reads_memory: bool = False
+
+    @property
+    def world_size(self) -> int:
+        return self.num_hosts * self.ranks_per_host
+
+    @property
+    def has_levels(self) -> bool:
+        """Whether exchanges have two levels: inside a host, and between ranks with the same number on all hosts."""
+        return self.num_hosts > 1 and self.ranks_per_host > 1
+
+    def of_host(self, rank: int) -> tuple[int, ...]:
+        """The ranks of its host, this one included, ascending."""
+        first = self.host_of(rank) * self.ranks_per_host
+        return tuple(range(first, first + self.ranks_per_host))
+
+    def across(self, rank: int) -> tuple[int, ...]:
+        """The ranks with the same number on each host, this one included, in the order of hosts."""
+        return tuple(h * self.ranks_per_host + rank % self.ranks_per_host for h in range(self.num_hosts))
+
+    def host_of(self, rank: int) -> int:
+        return rank // self.ranks_per_host
+
+    def neighbours(self, rank: int) -> tuple[int, ...]:
+        """The other ranks of its host, ascending."""
+        return tuple(r for r in self.of_host(rank) if r != rank)
+
+    def __str__(self) -> str:
+        hosts = f"{self.num_hosts} host{'s' * (self.num_hosts > 1)} of {self.ranks_per_host}"
+        return f"{hosts}, which read each other's memory" if self.reads_memory else hosts
+
+
+ALONE = Topology()
+
+
+def flat(world_size: int) -> Topology:
+    """Each rank as its own host."""
+    return Topology(world_size, 1)
+
+
+def usable(topology: Topology, reduce: str, device_types: set[str]) -> Topology:
+    """The topology that exchanges can use: only CPUs read memory, and two levels also need the exact reduction."""
+    if device_types != {"cpu"}:
+        topology = replace(topology, reads_memory=False)
+    is_one_host = topology.num_hosts == 1
+    return topology if is_one_host or (topology.has_levels and reduce == "exact") else flat(topology.world_size)
+
+
+@dataclass(frozen=True)
+class BlockKind:
+    """``name`` of the class, and the blocks' fully qualified names in order of registration."""
+
+    name: str
+    members: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"block kind {self.name}: {len(self.members)} blocks, {self.members[0]} to {self.members[-1]}"
+
+
+def block_of(kinds: Iterable[BlockKind]) -> dict[str, tuple[int, int]]:
+    """By member name: the number of its kind, and its position among the members."""
+    return {member: (k, i) for k, kind in enumerate(kinds) for i, member in enumerate(kind.members)}
+
+
+def split_name(name: str, members: dict[str, tuple[int, int]]) -> tuple[str, str] | None:
+    """A parameter's name as (member, name inside the member); None for a parameter outside of blocks."""
+    end = name.find(".")
+    while end >= 0:
+        if name[:end] in members:
+            return name[:end], name[end + 1 :]
+        end = name.find(".", end + 1)
+    return None
+
 
 NUM_HOST_SUMS = 2  # the first of two reductions writes one while the second sends the other
 

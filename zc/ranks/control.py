@@ -27,8 +27,7 @@ from torch import Tensor
 from zc import torch_private
 from zc.devices import accelerator_type
 from zc.errors import PlanError, RankMismatchError, ZcError
-from zc.planning.plan import Plan
-from zc.planning.topology import Topology, flat
+from zc.planning.plan import Plan, Topology, flat
 from zc.ranks import process
 from zc.ranks.exchanges import Call, Exchanges, Step, Work, collective, messages
 from zc.ranks.journal import Journal, Watcher

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from zc.planning.topology import Topology, flat
+from zc.planning.plan import Topology, flat
 from zc.ranks.control import Gather
 from zc.ranks.neighbours import Address, Links, Listener, Neighbours, Reader, let_siblings_read
 from zc.ranks.process import machine_id

@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from zc.errors import megabytes
-from zc.planning.nbytes import copied, heaviest, of_ddp, resident, sent, sent_between_hosts
-from zc.planning.plan import Plan
-from zc.planning.topology import Topology
+from zc.planning.allocations import copied, heaviest, of_ddp, resident, sent, sent_between_hosts
+from zc.planning.plan import Plan, Topology
 from zc.planning.traits import num_states
 
 

@@ -19,10 +19,8 @@ from zc.errors import PlanError
 from zc.plan_checks import check_plan, check_replicas, check_scripts
 from zc.planning.blocks import find_kinds
 from zc.planning.packing import ParamSpec
-from zc.planning.placement import PLACEMENTS
-from zc.planning.plan import Plan
+from zc.planning.plan import PLACEMENTS, Plan, Topology, flat, usable
 from zc.planning.residency import plan_residency
-from zc.planning.topology import Topology, flat, usable
 from zc.planning.traits import TRAITS, counted_names
 from zc.prepare import plan_for
 from zc.registry import COMPILED

@@ -10,7 +10,7 @@ from torch import fx
 from zc import torch_private
 from zc.engine.program import Program
 from zc.errors import megabytes
-from zc.planning.nbytes import of_ddp
+from zc.planning.allocations import of_ddp
 from zc.planning.plan import Plan
 from zc.registry import persistent_nbytes, sharded
 from zc.schedule.nodes import ops

@@ -23,10 +23,8 @@ from torch import fx
 from zc.planning.layout import outside
 from zc.planning.plan import NUM_HOST_SUMS, Bucket, Plan
 from zc.schedule import spec
-from zc.schedule.arguments import written
-from zc.schedule.buffer import Buffer, carried_by, carried_event
-from zc.schedule.contents import AT_ENTRY
-from zc.schedule.nodes import op_of
+from zc.schedule.buffer import AT_ENTRY, Buffer, carried_by, carried_event
+from zc.schedule.nodes import op_of, written
 
 
 class Shift(NamedTuple):

@@ -5,7 +5,7 @@ stream, which of their buffers they read and write, what they need in these and 
 
 A field's name means the same in every kind: ``bucket`` and ``slot`` are numbers in the plan; ``buffer``, ``dst`` and
 ``src`` name buffers; ``start`` and ``stop`` are elements of one; ``grad``, ``grads`` and ``inputs`` are
-values that other nodes return. `zc.schedule.arguments` says how a field of each type appears in a node's arguments.
+values that other nodes return. `zc.schedule.nodes` says how a field of each type appears in a node's arguments.
 
 To add a kind of node, write its record here and its function in the engine's operations.
 """
@@ -18,13 +18,16 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from torch import fx
 
-from zc.schedule.buffer import COMM, COMPUTE, COPY, HOST, Buffer
-from zc.schedule.contents import (
+from zc.schedule.buffer import (
     AFTER,
     BEFORE,
     CAST,
+    COMM,
+    COMPUTE,
+    COPY,
     GATHERED,
     GRADIENT,
+    HOST,
     LANDED,
     NEW,
     NOTHING,
@@ -34,6 +37,7 @@ from zc.schedule.contents import (
     SUM,
     TAKEN,
     TOTAL,
+    Buffer,
     Row,
 )
 

@@ -50,8 +50,7 @@ from zc.engine.param_checks import Places
 from zc.engine.program import Program
 from zc.engine.weights import Weights, publish_graph
 from zc.errors import ZcError
-from zc.planning.kinds import block_of, split_name
-from zc.planning.plan import Plan
+from zc.planning.plan import Plan, block_of, split_name
 from zc.schedule.buffer import Buffer, carried_event
 from zc.weights.param import ManagedParams
 
