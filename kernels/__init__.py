@@ -11,16 +11,12 @@ from __future__ import annotations
 # As `kernels`, which is found where a checkout is on sys.path, this is nothing: transformers asks for the version of a
 # package of that name (PyPI has one), and must not get all of zc with the answer.
 if __name__ == "zc.kernels":
-    from zc.kernels._blocks import Blocks
-    from zc.kernels._triton import note_of, why_reference
-    from zc.kernels.accumulate_cast import accumulate_cast
+    from zc.kernels._common import note_of, why_reference
+    from zc.kernels.blocks import Blocks, add_blocks, encode_blocks, sum_blocks
     from zc.kernels.copy_writes import copy_writes
-    from zc.kernels.decode_blocks import add_blocks, sum_blocks
-    from zc.kernels.encode_blocks import encode_blocks
-    from zc.kernels.flatten_cast import flatten_cast
     from zc.kernels.reduce_rows import reduce_rows
     from zc.kernels.sums_of_squares import sums_of_squares
-    from zc.kernels.wgrad_into import matmul_into, rows_into, scatter_into
+    from zc.kernels.write_grads import accumulate_cast, flatten_cast, matmul_into, rows_into, scatter_into
 
 __all__ = [
     "Blocks",

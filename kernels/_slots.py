@@ -25,7 +25,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from zc.kernels._triton import cdiv, constexpr, jit, kernel, on_device, tl
+from zc.kernels._common import cdiv, constexpr, jit, kernel, on_device, tl
 
 NUM_COLUMNS = 12
 BLOCK = 4096

@@ -14,12 +14,22 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from zc.kernels._check import FLOATS, check_alike, check_disjoint, check_dtype, check_flat
-from zc.kernels._chunks import ranges, scratch_like
+from zc.kernels._common import (
+    FLOATS,
+    cdiv,
+    check_alike,
+    check_disjoint,
+    check_dtype,
+    check_flat,
+    constexpr,
+    kernel,
+    on_device,
+    ranges,
+    scratch_like,
+    tl,
+    use_triton,
+)
 from zc.kernels._slots import find_row, to_device
-from zc.kernels._triton import cdiv, constexpr, kernel, on_device, tl, use_triton
-
-__all__ = ["copy_writes", "copy_writes_reference", "copy_writes_triton"]
 
 BLOCK = 2048
 NUM_COLUMNS = 5

@@ -12,11 +12,24 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from zc.kernels._check import FLOATS, check_device, check_disjoint, check_dtype, check_flat, check_numel
-from zc.kernels._chunks import compute_dtype, ranges, scratch_like
-from zc.kernels._triton import cdiv, constexpr, jit, kernel, on_device, tl, use_triton
-
-__all__ = ["reduce_rows", "reduce_rows_reference", "reduce_rows_triton"]
+from zc.kernels._common import (
+    FLOATS,
+    cdiv,
+    check_device,
+    check_disjoint,
+    check_dtype,
+    check_flat,
+    check_numel,
+    compute_dtype,
+    constexpr,
+    jit,
+    kernel,
+    on_device,
+    ranges,
+    scratch_like,
+    tl,
+    use_triton,
+)
 
 MOST_UNROLLED = 16  # rows: 34 to 70 registers of 255 on sm_90, none spilled
 GROUP = 8  # of more rows so many at a time. 4 to 11 loads of a thread come before its first addition (SASS, sm_90)

@@ -14,13 +14,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zc.kernels._check import check_flats
-from zc.kernels._chunks import ranges, runs, scratch_like
+from zc.kernels._common import (
+    cdiv,
+    check_flats,
+    constexpr,
+    jit,
+    kernel,
+    on_device,
+    ranges,
+    runs,
+    scratch_like,
+    tl,
+    use_triton,
+)
 from zc.kernels._private import copy_all_
 from zc.kernels._slots import find_row, to_device
-from zc.kernels._triton import cdiv, constexpr, jit, kernel, on_device, tl, use_triton
-
-__all__ = ["sums_of_squares", "sums_of_squares_reference", "sums_of_squares_triton"]
 
 BLOCK = 2048  # 8 elements per thread on NVIDIA (16) and AMD (256 threads of 8): a 128-bit load of bf16 on both
 PER_PROGRAM = 4 * BLOCK  # 6 M elements still give every processor of a large GPU several programs

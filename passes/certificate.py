@@ -50,7 +50,7 @@ from zc.schedule.spec import (
 )
 
 if TYPE_CHECKING:
-    from zc.passes.debt import Debt
+    from zc.passes.base import Debt
     from zc.planning.plan import Plan
 
 Json = dict[str, Any]

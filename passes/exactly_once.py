@@ -14,7 +14,7 @@ reduction of one bucket (deepspeed#7985, #7981 and #7366). On top of that:
 - A node that takes a ``gradient`` takes a whole one: flatten_cast or accumulate_cast (with spans) and wgrad_into have
   written each element of the bucket once, padding included, and each slot where the plan lays it out.
 - A slot is written or deposited once, with the value that tag_gradients has marked as its gradient.
-- With the graph's debt (passes/debt.py): no slot of it is missing and none is written that is not owed; a bucket that
+- With the graph's debt (passes/base.py): no slot of it is missing and none is written that is not owed; a bucket that
   is owed whole is written, reduced and copied to host memory here, if the plan says so, and no other is.
 """
 
@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 from torch import fx
 
-from zc.passes.debt import Debt
+from zc.passes.base import Debt
 from zc.planning.layout import Slot
 from zc.planning.plan import Plan
 from zc.schedule.buffer import GRADIENT, NOTHING, Buffer, at_entry, facts_of, may_be_left, rows_for
@@ -33,7 +33,7 @@ from zc.schedule.nodes import op_of
 from zc.schedule.spec import BucketOp, CopyToHost, Deposit, Reduce, Reduction, Spans, WgradInto, Write
 
 if TYPE_CHECKING:
-    from zc.passes._order import Order
+    from zc.passes.verify import Order
 
 
 def check(order: Order, plan: Plan, debt: Debt | None) -> list[str]:

@@ -25,8 +25,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from zc.passes.base import Pass, copy_graph
-from zc.passes.debt import Debt
+from zc.passes.base import Debt, Pass, copy_graph
 from zc.passes.reduce_buckets import is_complete
 from zc.planning.plan import Plan
 from zc.schedule.buffer import Buffer

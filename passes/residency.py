@@ -34,7 +34,7 @@ from zc.schedule.nodes import item_of, results, stream_of
 from zc.schedule.spec import Cast, Deposit, FreeWeights, Gather, Op, ReadWeights, Segment, TakeWeights
 
 if TYPE_CHECKING:
-    from zc.passes._order import Order
+    from zc.passes.verify import Order
 
 
 def check(order: Order, plan: Plan) -> list[str]:

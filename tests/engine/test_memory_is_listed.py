@@ -17,7 +17,7 @@ from torch._subclasses import FakeTensor
 
 import zc
 from zc import torch_private
-from zc.kernels._blocks import Blocks
+from zc.kernels.blocks import Blocks
 
 # What holds tensors outside of these lists, and why it may.
 _ELSEWHERE = {

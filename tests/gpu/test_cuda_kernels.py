@@ -18,8 +18,7 @@ import comparisons as c
 import encoded
 
 from zc import kernels
-from zc.kernels.decode_blocks import decode_blocks_triton
-from zc.kernels.encode_blocks import encode_blocks_triton
+from zc.kernels.blocks import decode_blocks_triton, encode_blocks_triton
 from zc.kernels.sums_of_squares import BLOCK, PARTIALS, PER_PROGRAM
 
 pytestmark = pytest.mark.skipif(

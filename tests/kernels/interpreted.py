@@ -19,14 +19,13 @@ import pytest
 import torch
 from tiers import FULL
 
+from zc.kernels._common import tl, triton
 from zc.kernels._slots import collapse, fills_tiles
-from zc.kernels._triton import tl, triton
-from zc.kernels.accumulate_cast import accumulate_cast_triton
+from zc.kernels.blocks import decode_blocks_triton, encode_blocks_triton
 from zc.kernels.copy_writes import copy_writes_triton
-from zc.kernels.decode_blocks import decode_blocks_triton
-from zc.kernels.encode_blocks import encode_blocks_triton
 from zc.kernels.reduce_rows import reduce_rows_triton
 from zc.kernels.sums_of_squares import BLOCK, PER_PROGRAM, sums_of_squares_triton
+from zc.kernels.write_grads import accumulate_cast_triton
 
 interpreter = importlib.import_module("triton.runtime.interpreter")
 TRAINING = (c.F32, c.B16, c.F16)

@@ -22,14 +22,13 @@ import pytest
 import torch
 
 from zc.kernels import Blocks
+from zc.kernels._common import triton
 from zc.kernels._slots import TILE_J, TILE_M
-from zc.kernels._triton import triton
-from zc.kernels.accumulate_cast import accumulate_cast_triton
+from zc.kernels.blocks import decode_blocks_triton, encode_blocks_triton
 from zc.kernels.copy_writes import copy_writes_triton
-from zc.kernels.decode_blocks import decode_blocks_triton
-from zc.kernels.encode_blocks import encode_blocks_triton
 from zc.kernels.reduce_rows import GROUP, MOST_UNROLLED, reduce_rows_triton
 from zc.kernels.sums_of_squares import sums_of_squares_triton
+from zc.kernels.write_grads import accumulate_cast_triton
 
 if triton is None:
     pytest.skip("no triton: nothing to compile", allow_module_level=True)

@@ -9,8 +9,8 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from zc.config import Config
+from zc.passes.base import run_passes
 from zc.passes.pipeline import pipeline
-from zc.passes.runner import run_passes
 from zc.planning.packing import ParamSpec, make_plan
 from zc.planning.plan import Plan, flat
 from zc.report import timeline

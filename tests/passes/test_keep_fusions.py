@@ -17,9 +17,8 @@ import zc
 from zc.compiler import graphs
 from zc.config import Config
 from zc.passes import keep_fusions
-from zc.passes.base import Pass
+from zc.passes.base import Pass, run_passes
 from zc.passes.pipeline import pipeline
-from zc.passes.runner import run_passes
 from zc.planning.packing import ParamSpec, make_plan
 from zc.planning.plan import Plan, flat
 from zc.schedule.nodes import is_schedule_node, op_of

@@ -14,9 +14,8 @@ from torch import fx
 
 from zc.errors import PassError
 from zc.passes import bucket_gradients, outline_segments, reduce_buckets, tag_gradients
-from zc.passes.base import Pass, copy_graph
+from zc.passes.base import Pass, copy_graph, run_passes
 from zc.passes.pipeline import pipeline
-from zc.passes.runner import run_passes
 from zc.schedule.nodes import op_of, put, text
 from zc.schedule.spec import AccumulateCast, Deposit, Finish, FlattenCast, Segment, Take
 
@@ -169,7 +168,7 @@ def test_the_whole_pipeline_gives_one_text_whatever_the_hash_seed() -> None:
     program = (
         "import sys; sys.path.insert(0, sys.argv[1])\n"
         "from graphs import chain, plan_for\n"
-        "from zc.passes.pipeline import pipeline\nfrom zc.passes.runner import run_passes\n"
+        "from zc.passes.pipeline import pipeline\nfrom zc.passes.base import run_passes\n"
         "from zc.schedule.nodes import text\n"
         "graph, names = chain(9)\nprint(text(run_passes(graph, plan_for(names), pipeline(in_place=True))[0]))"
     )

@@ -17,9 +17,8 @@ from torch import fx, nn
 
 import zc
 from zc.errors import PassError
-from zc.passes.base import copy_graph
+from zc.passes.base import copy_graph, run_passes
 from zc.passes.pipeline import pipeline
-from zc.passes.runner import run_passes
 
 pytestmark = pytest.mark.check
 

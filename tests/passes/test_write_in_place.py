@@ -14,8 +14,8 @@ from torch import Tensor, fx
 
 import zc
 from zc.kernels import rows_into
+from zc.passes.base import run_passes
 from zc.passes.pipeline import pipeline
-from zc.passes.runner import run_passes
 from zc.report.summary import nbytes_in_place
 from zc.schedule.nodes import op_of
 from zc.schedule.spec import AccumulateCast, FlattenCast, Take, WgradInto

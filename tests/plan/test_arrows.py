@@ -12,8 +12,8 @@ pytestmark = pytest.mark.check
 
 ROOT = Path(__file__).resolve().parents[2]
 PLANTED = [  # file, what is written at its end, what is said
-    ("kernels/flatten_cast.py", "from zc.errors import ZcError", "kernels -> zc.errors"),
-    ("kernels/flatten_cast.py", "import torch.distributed as dist", "kernels -> torch.distributed"),
+    ("kernels/write_grads.py", "from zc.errors import ZcError", "kernels -> zc.errors"),
+    ("kernels/write_grads.py", "import torch.distributed as dist", "kernels -> torch.distributed"),
     ("passes/verify.py", "from torch.distributed import get_rank", "passes -> torch.distributed.get_rank"),
     ("passes/verify.py", "from zc.ranks.group import Group", "passes -> zc.ranks.group"),
     ("zc/planning/plan.py", "from zc.schedule import nodes", "planning -> zc.schedule.nodes"),
@@ -30,7 +30,7 @@ PLANTED = [  # file, what is written at its end, what is said
     ("zc/errors.py", "print(torch._C)", "_C: private names"),
     ("zc/errors.py", 'print(getattr(param, "_backward_hooks"))', "_backward_hooks: private names"),
     ("zc/errors.py", "print(param._backward_hooks)", "_backward_hooks: private names"),
-    ("kernels/flatten_cast.py", "torch._foreach_mul_([], 1)", "_foreach_mul_: private names"),
+    ("kernels/write_grads.py", "torch._foreach_mul_([], 1)", "_foreach_mul_: private names"),
 ]
 
 
@@ -56,7 +56,7 @@ def errors_of_all(trees: dict[str, ast.Module]) -> list[str]:
 
 def test_the_repository_has_none(trees: dict[str, ast.Module]) -> None:
     assert arrows.check(trees) == []
-    assert {"zc", "zc.passes.verify", "zc.kernels.flatten_cast", "zc.engine.operations"} <= trees.keys()
+    assert {"zc", "zc.passes.verify", "zc.kernels.write_grads", "zc.engine.operations"} <= trees.keys()
 
 
 @pytest.mark.parametrize(("file", "line", "said"), PLANTED)

@@ -26,10 +26,8 @@ import zc
 from zc.config import Config
 from zc.engine import deposits, program
 from zc.engine.runtime import Runtime
-from zc.passes.base import Pass, copy_graph
-from zc.passes.debt import Debt, debt_of
+from zc.passes.base import Debt, Pass, copy_graph, debt_of, run_passes
 from zc.passes.pipeline import pipeline
-from zc.passes.runner import run_passes
 from zc.planning.packing import ParamSpec, make_plan
 from zc.planning.plan import Plan, flat
 

@@ -33,7 +33,7 @@ def train(out: str, layers: int) -> None:
     from bench import train as trainer
     from zc.compiler import blocks, graphs
     from zc.engine import program
-    from zc.passes.runner import run_passes
+    from zc.passes.base import run_passes
 
     seconds, calls = collections.Counter[str](), collections.Counter[str]()
 

@@ -16,7 +16,7 @@ from torch import fx
 from zc.config import Config
 from zc.offload.host_step import step_graph
 from zc.passes import insert_events, offload_gradients, place_on_streams, reduce_buckets, window_weights
-from zc.passes.debt import Debt
+from zc.passes.base import Debt
 from zc.planning.layout import Rule
 from zc.planning.ownership import assign_owners
 from zc.planning.packing import ParamSpec, make_plan

@@ -22,10 +22,8 @@ from simulation import Case, Plain, is_wrong, plan_of, replaced
 from tiers import FULL
 
 from zc.engine import deposits
-from zc.passes.base import copy_graph
-from zc.passes.debt import Debt
+from zc.passes.base import Debt, copy_graph, run_passes
 from zc.passes.pipeline import pipeline
-from zc.passes.runner import run_passes
 from zc.passes.verify import examine, verify
 from zc.planning.hops import Into
 from zc.planning.wire import Wire

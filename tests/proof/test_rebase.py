@@ -11,8 +11,8 @@ from torch import fx
 
 from zc.config import Config
 from zc.errors import RaceError
+from zc.passes.base import run_passes
 from zc.passes.pipeline import pipeline
-from zc.passes.runner import run_passes
 from zc.passes.verify import verify
 from zc.planning.packing import ParamSpec, make_plan
 from zc.planning.plan import BlockKind, Plan, Topology, flat

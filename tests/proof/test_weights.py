@@ -16,8 +16,8 @@ from torch import fx
 from weights_machine import Setting
 
 from zc.config import Config
+from zc.passes.base import run_passes
 from zc.passes.pipeline import examine, verify
-from zc.passes.runner import run_passes
 from zc.passes.scheduling import scheduling
 from zc.planning.hops import reads_shards
 from zc.planning.packing import ParamSpec, make_plan

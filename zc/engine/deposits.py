@@ -22,8 +22,7 @@ from zc.engine.operations import MayReduce, Operations
 from zc.engine.program import Program, build
 from zc.engine.streams import Streams
 from zc.passes import reduce_buckets
-from zc.passes.base import Pass
-from zc.passes.debt import Debt
+from zc.passes.base import Debt, Pass
 from zc.planning.plan import Bucket, Plan
 from zc.schedule.buffer import Buffer
 from zc.schedule.nodes import put

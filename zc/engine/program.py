@@ -12,8 +12,7 @@ from torch.profiler import record_function
 
 from zc.engine.streams import Streams
 from zc.passes import certificate
-from zc.passes.base import Pass
-from zc.passes.runner import PassRecord, run_passes
+from zc.passes.base import Pass, PassRecord, run_passes
 from zc.planning.plan import Plan
 from zc.schedule import codegen, spec
 from zc.schedule.nodes import ops as ops_in

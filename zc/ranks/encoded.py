@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from torch import Tensor
 
 from zc.kernels import add_blocks, encode_blocks, sum_blocks
-from zc.kernels._blocks import Blocks
+from zc.kernels.blocks import Blocks
 from zc.planning.wire import Rows, own_row, place_of, rows_between_hosts
 from zc.ranks.exchanges import Sum
 from zc.ranks.journal import GATHER, REDUCE, wait
