@@ -27,7 +27,7 @@ import torch
 from bench.measure import commit, device_name
 from bench.report.rows import percentiles
 from zc import kernels
-from zc.kernels import _chunks
+from zc.kernels import _common
 
 Run = Callable[[], object]
 SPIN = 4_000_000  # clock cycles, some 2 ms
@@ -238,7 +238,7 @@ def rows(
     sizes: list[int], num_rounds: int, device: torch.device, only: str = "", *, check_only: bool = False
 ) -> Iterator[dict[str, object]]:
     """One row per case, size in MiB and run. Raises SystemExit where a kernel's result is wrong."""
-    about = {"chunk": _chunks.CHUNK, "threads": torch.get_num_threads(), "device": device_name(device)}
+    about = {"chunk": _common.CHUNK, "threads": torch.get_num_threads(), "device": device_name(device)}
     about |= {"torch": torch.__version__, "commit": commit()}
     for mebibytes in sizes:
         for build in cases(mebibytes * 2**20, device):
@@ -283,8 +283,8 @@ def main() -> int:
         print(f"no GPU numbers: {reason}")
         return 0
     written: list[dict[str, object]] = []
-    for chunk in [1 << exponent for exponent in range(13, 20)] if args.sweep else [_chunks.CHUNK]:
-        _chunks.CHUNK = chunk
+    for chunk in [1 << exponent for exponent in range(13, 20)] if args.sweep else [_common.CHUNK]:
+        _common.CHUNK = chunk
         device = torch.device(args.device)
         for row in rows(args.sizes, args.rounds, device, args.only, check_only=args.check_only):
             written.append(row)

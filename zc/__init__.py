@@ -4,7 +4,7 @@ from pkgutil import extend_path
 
 __path__ = extend_path(__path__, __name__)  # Zope's zc.lockfile, zc.buildout and others share the name
 
-from zc.api import compile, flush_state, no_sync, synchronize  # noqa: A004
+from zc.api import clip_grad_norm_, compile, count, flush_state, full_grad, grads_are_finite, join, no_sync, synchronize  # noqa: A004
 from zc.checking.check import check
 from zc.checking.report import Report
 from zc.checkpoint.deepspeed import load_universal
@@ -25,7 +25,6 @@ from zc.errors import (
     UncoveredGradientError,
     ZcError,
 )
-from zc.gradients import clip_grad_norm_, count, full_grad, grads_are_finite
 from zc.log import configure as _configure_log
 from zc.optim.assignment import elementwise
 from zc.optim.one_rank import one_rank
@@ -33,10 +32,8 @@ from zc.passes.pipeline import verify
 from zc.passes.verify import Verdict
 from zc.recompile import recompile
 from zc.registry import persistent_nbytes
-from zc.report.estimate import Estimate
 from zc.report.explain import explain
-from zc.report.prediction import plan
-from zc.uneven import join
+from zc.report.prediction import Estimate, plan
 from zc.version import __version__
 from zc.whole import full_state_dict, iter_weights, whole_parameters
 

@@ -1,25 +1,26 @@
-"""`zc.compile`, and three functions for the training loop."""
+"""`zc.compile`, and the functions for the training loop. Every rank must call those on gradients and `zc.join`."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zc import guards, torch_private
 from zc.checkpoint import state_marks, stock_state
-from zc.checks import check_initialized, is_on_cpu, left_to_ranks
+from zc.checks import check_initialized, check_shards_fit, is_on_cpu, left_to_ranks
 from zc.compiler import backend as compiler
 from zc.compiler.blocks import Blocks, compile_blocks
-from zc.config import OPTIONS
+from zc.config import OPTIONS, check_count
 from zc.diverged import files
 from zc.engine.buffer_sync import BufferSync, has_buffers
 from zc.engine.buffers import Buffers
@@ -36,7 +37,6 @@ from zc.offload.host_step import HostMemory, HostStep
 from zc.optim.assignment import Container, is_elementwise
 from zc.optim.model import ShardedModel
 from zc.optim.optimizer import ShardedOptimizer, replace_methods
-from zc.plan_checks import check_shards_fit
 from zc.planning.blocks import find_singles, matrices_around
 from zc.prepare import Request, fingerprint, notes_of, resolve
 from zc.ranks.group import Group, ranks_of
@@ -320,3 +320,98 @@ def flush_state(model: nn.Module) -> None:
         disk refused, here or on another rank; the folder is then not complete.
     """
     sharded(model).flush_state()
+
+
+def count(model: nn.Module, num_tokens: float | Tensor) -> None:
+    """The loss of one backward is a sum over ``num_tokens`` tokens (or samples, or their weights): gradients become the
+    mean over the tokens of all ranks and all backwards of the update, whose numbers need not be known before::
+
+        for batch in microbatches:
+            zc.count(model, batch.labels.ne(-100).sum())
+            cross_entropy(model(batch.inputs), batch.labels, reduction="sum").backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    A mean of means, of ranks or microbatches, weighs a token by how few others its microbatch has
+    (https://huggingface.co/blog/gradient_accumulation). Call it once for each backward, before or after it, after
+    ``zero_grad()``; on every rank that has a backward, or on none. It exchanges nothing: the counts travel with what
+    ranks tell each other before an update. Clipping, norms and ``param.grad`` see the mean over tokens.
+
+    Args:
+        num_tokens: at least 0. Of a tensor on a device, the host waits for it.
+
+    Raises:
+        ValueError: ``num_tokens`` is negative or not finite. The next read of gradients or ``step()`` raises ZcError,
+        on all ranks and before anything changes, if a backward was not counted once, or if the counts add up to 0; so
+        does a backward that would add to gradients that are divided already.
+    """
+    number = float(num_tokens)
+    if not math.isfinite(number) or number < 0:
+        raise ValueError(f"zc.count takes a finite number of tokens, at least 0, not {number}")
+    sharded(model).runtime.count_tokens(number)
+
+
+def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
+    """Scales the gradients so that their joint 2-norm is at most ``max_norm``; one collective.
+
+    Returns the norm before, fp32, 0-d: the norm of the mean gradient over all ranks, each element counted once, as
+    `torch.nn.utils.clip_grad_norm_` gives it under DDP. A NaN or infinity stays one.
+    """
+    return sharded(model).grad_shards.clip_grad_norm_(float(max_norm))
+
+
+def grads_are_finite(model: nn.Module) -> bool:
+    """Whether all gradients of all ranks are finite: no infinity, no NaN. The same answer on every rank.
+
+    Every rank must call it. It shares its one collective with clipping, and waits for the device.
+    """
+    return sharded(model).grad_shards.are_finite()
+
+
+def full_grad(model: nn.Module) -> dict[str, Tensor | None]:
+    """Every trainable parameter's reduced gradient, gathered on all ranks, in the parameter's shape and the
+    accumulator's dtype; None where no rank has one. For inspection, not for training: it holds all gradients at
+    once."""
+    compiled = sharded(model)
+    gathered: dict[str, Tensor | None] = {}
+    for bucket in compiled.runtime.plan.buckets:
+        gathered.update(compiled.grad_shards.full_grads(bucket))
+    return {name: gathered[name] for name in compiled.runtime.params}
+
+
+T = TypeVar("T")
+
+
+def join(model: nn.Module, batches: Iterable[T], *, microbatches: int = 1) -> Iterator[T | None]:
+    """This rank's batches, then None while another rank still has some, so that all ranks make equally many updates::
+
+        for batch in zc.join(model, loader):
+            if batch is not None:
+                loss_of(model, batch).backward()
+            zc.clip_grad_norm_(model, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    A rank without a batch adds nothing, and gradients stay the mean over *all* ranks, as under DDP's Join with
+    ``divide_by_initial_world_size=True``, its default. It must still call ``step()`` and everything else that all
+    ranks call together: `clip_grad_norm_` (torch's own looks for a ``param.grad`` first, which such a rank may
+    lack), `save`, a collective of the loop. Buffers stay rank 0's: those of its last forward.
+
+    Args:
+        microbatches: batches per update: call ``step()`` after so many items, None or not. Ranks ask each other once
+            per update whether any has data left: an exchange of a few bytes in host memory.
+    """
+    check_count("microbatches", microbatches)
+    return _joined(sharded(model).runtime.group, iter(batches), microbatches)
+
+
+def _joined(group: Group, batches: Iterator[T], microbatches: int) -> Iterator[T | None]:
+    # Ranks exchange this only between two updates, where all have made equally many announcements. Inside an update
+    # they may have different numbers of backwards, and so of announcements (zc/engine/announcements.py).
+    while True:
+        batch = next(batches, None)
+        if not group.max_on_host([int(batch is not None)])[0]:
+            return
+        yield batch
+        for _ in range(microbatches - 1):
+            yield next(batches, None)

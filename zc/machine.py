@@ -1,9 +1,13 @@
-"""This machine: its memory, cores and page faults, and how many ranks share them."""
+"""This machine: its memory, cores and page faults, how many ranks share them, and what zc asks of a device, whatever it
+is: CUDA, ROCm, XPU, or one that a package adds to torch.
+"""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
+
+import torch
 
 try:
     import resource
@@ -67,3 +71,36 @@ def num_threads(world_size: int) -> int:
     """Threads for a rank's updates: the processors that this process may use, divided among the ranks here."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // ranks_on_this_host(world_size))
+
+
+def has_streams(device: torch.device) -> bool:
+    """Whether torch has streams of this device that run beside each other, as zc's schedules need. MPS has one for
+    all, and a device that is no accelerator of torch has none."""
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or accelerator.type != device.type:
+        return False
+    try:
+        return torch.Stream(device) != torch.accelerator.current_stream(device)
+    except RuntimeError:  # NotImplementedError is one
+        return False
+
+
+def is_cuda(device: torch.device) -> bool:
+    """CUDA or ROCm. They alone page-lock memory in place, and run Triton kernels as zc launches them."""
+    return device.type == "cuda"
+
+
+def accelerator_type() -> str:
+    """The type of device beside the CPU; "cuda" where torch knows none."""
+    accelerator = torch.accelerator.current_accelerator()
+    return "cuda" if accelerator is None else accelerator.type
+
+
+def allocated_nbytes(device: torch.device) -> int:
+    """The bytes of all tensors on the device."""
+    return int(torch.get_device_module(device).memory_allocated(device))
+
+
+def free_nbytes(device: torch.device) -> int:
+    """The bytes that can still be allocated on the device."""
+    return int(torch.get_device_module(device).mem_get_info(device)[0])

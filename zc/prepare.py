@@ -10,17 +10,27 @@ import torch
 from torch import nn
 
 from zc import kernels
-from zc.checks import check_model, check_module, check_optimizers, left_to_ranks, owners_of, shardable
+from zc.checks import (
+    check_encodings,
+    check_host,
+    check_model,
+    check_module,
+    check_optimizers,
+    check_plan,
+    check_replicas,
+    check_scripts,
+    left_to_ranks,
+    owners_of,
+    shardable,
+)
 from zc.config import Config
-from zc.devices import is_cuda
 from zc.engine import param_checks
 from zc.errors import PlanError
-from zc.machine import note_of_connections
+from zc.machine import is_cuda, note_of_connections
 from zc.offload.disk import StateFile, open_file
 from zc.optim.assignment import Assignment, is_elementwise, note_of, optimizers_in, rule_of, try_out
 from zc.optim.param_writes import note_of_shared
 from zc.optim.trials import state_keys
-from zc.plan_checks import check_encodings, check_host, check_plan, check_replicas, check_scripts
 from zc.planning.blocks import find_kinds
 from zc.planning.frozen import with_frozen
 from zc.planning.layout import Rule, own_strides

@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from zc import guards
-from zc.checks import check_added, check_shared, left_to_ranks, owners_of, trainable
+from zc.checks import check_added, check_plan, check_shared, left_to_ranks, owners_of, trainable
 from zc.compiler.blocks import find_again
 from zc.errors import PlanError
 from zc.fill import broadcast, fill
 from zc.optim.assignment import Assignment
-from zc.plan_checks import check_plan
 from zc.planning.plan import Plan
 from zc.prepare import fingerprint, plan_of
 from zc.ranks.group import Group

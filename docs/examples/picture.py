@@ -15,7 +15,7 @@ from torch import nn
 
 import zc
 from zc.registry import sharded
-from zc.report.drawing import draw
+from zc.report.html import draw
 from zc.report.timeline import measured
 
 dist.init_process_group("gloo")

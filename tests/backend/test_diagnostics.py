@@ -15,7 +15,7 @@ from torch import nn
 
 import zc
 import zc.log
-from zc.report.last_step import MANY_PAGE_FAULTS
+from zc.report.explain import MANY_PAGE_FAULTS
 
 
 class Branches(nn.Module):

@@ -30,9 +30,8 @@ from torch.distributed.nn.functional import all_gather
 
 import zc
 from zc.checking import command
+from zc.checking.check import Progress, needs_of
 from zc.checking.loop import Loop, steps_of
-from zc.checking.needs import needs_of
-from zc.checking.progress import Progress
 from zc.checking.reference import Reference
 from zc.checking.values import Randomness, digest, joined, packed, unpacked
 from zc.config import Config
@@ -292,7 +291,7 @@ def test_memory_is_counted_before_it_is_taken(monkeypatch: pytest.MonkeyPatch) -
     needs = needs_of(model, 4, updates=3, microbatches=2)
     nbytes = 4 * 2 * (16 * 16 + 16)
     assert needs.device == (8 + 4) * nbytes and needs.host == (9 + 4 + 2 + 4 * 3) * nbytes
-    monkeypatch.setattr("zc.checking.needs.available_nbytes", lambda: 15_000_000)
+    monkeypatch.setattr("zc.checking.check.available_nbytes", lambda: 15_000_000)
     large = planted.healthy(0, nn.Linear(400, 400))  # 160,400 parameters: 9 + 15 times 641,600 bytes
     with pytest.raises(zc.PlanError, match=r"needs 15.4 MB of host memory on each of the 1 ranks here, and 15.0 MB"):
         zc.check(**large)

@@ -233,7 +233,7 @@ def test_what_meta_needs_is_named_and_nothing_changes(monkeypatch: pytest.Monkey
     net, optimizer = made_on_meta()
     with pytest.raises(zc.PlanError, match="weight_nbytes=1 is too small"):
         zc.compile(net, optimizer, stage=3, device="cpu", weight_nbytes=1)
-    monkeypatch.setattr("zc.plan_checks.available_nbytes", lambda: 500)  # of this machine
+    monkeypatch.setattr("zc.checks.available_nbytes", lambda: 500)  # of this machine
     with pytest.raises(zc.PlanError, match=r"needs 512 bytes of memory for 1 rank.*weight 256, arena 256.*500 are"):
         zc.compile(net, optimizer, stage=3, device="cpu")
     assert net.weight.is_meta and optimizer.param_groups[0]["params"][0] is net.weight

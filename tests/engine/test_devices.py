@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from zc import checks, devices, kernels
+from zc import checks, kernels, machine
 from zc.engine.streams import DeviceStreams, ThreadStreams, make_streams
 from zc.errors import PlanError
 from zc.offload.host_step import HostMemory
@@ -30,16 +30,16 @@ def raises(device: torch.device) -> Any:
 def test_a_device_has_streams_where_a_new_one_is_another_than_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[torch.device] = []
     install(monkeypatch, torch.device("xpu"), lambda device: made.append(device) or "side", "current")
-    assert devices.has_streams(XPU) and made == [XPU]
-    assert devices.accelerator_type() == "xpu"
-    assert not devices.has_streams(MPS), "torch's accelerator is another one"
-    assert not devices.has_streams(torch.device("meta"))
+    assert machine.has_streams(XPU) and made == [XPU]
+    assert machine.accelerator_type() == "xpu"
+    assert not machine.has_streams(MPS), "torch's accelerator is another one"
+    assert not machine.has_streams(torch.device("meta"))
     install(monkeypatch, torch.device("mps"), lambda device: "the queue", "the queue")
-    assert not devices.has_streams(MPS), "one queue is all that it has"
+    assert not machine.has_streams(MPS), "one queue is all that it has"
     install(monkeypatch, torch.device("mps"), raises, "current")
-    assert not devices.has_streams(MPS)
+    assert not machine.has_streams(MPS)
     install(monkeypatch, None, raises, "current")
-    assert not devices.has_streams(XPU) and devices.accelerator_type() == "cuda"
+    assert not machine.has_streams(XPU) and machine.accelerator_type() == "cuda"
 
 
 def test_a_device_without_streams_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from models import mean_square, mlp, vectors
 from torch import nn
 
 import zc
-from zc import machine, plan_checks
+from zc import checks, machine
 from zc.errors import PlanError
 
 
@@ -22,7 +22,7 @@ def compiled(**options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def test_too_little_host_memory_is_refused_with_both_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan_checks, "available_nbytes", lambda: 1234)
+    monkeypatch.setattr(checks, "available_nbytes", lambda: 1234)
     model: nn.Module = mlp(16, 2)
     optimizer = torch.optim.AdamW(model.parameters())
     before = [p.data_ptr() for p in model.parameters()]
@@ -34,10 +34,10 @@ def test_too_little_host_memory_is_refused_with_both_figures(monkeypatch: pytest
 
 def test_what_is_needed_counts_every_rank_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     needed = {"master_shard": 100, "optimizer_state": 200}
-    plan_checks.check_room("offload", needed, 2, 600, "")
-    plan_checks.check_room("offload", needed, 2, None, "")  # nobody says
+    checks.check_room("offload", needed, 2, 600, "")
+    checks.check_room("offload", needed, 2, None, "")  # nobody says
     with pytest.raises(PlanError, match=r"needs 900 bytes of memory for 3 rank\(s\).* 800 are available"):
-        plan_checks.check_room("offload", needed, 3, 800, "")
+        checks.check_room("offload", needed, 3, 800, "")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert machine.ranks_on_this_host(16) == 4 and machine.ranks_on_this_host(2) == 2
     monkeypatch.delenv("LOCAL_WORLD_SIZE")

@@ -18,7 +18,7 @@ import encoded
 
 import zc
 from zc import kernels
-from zc.kernels import _chunks, _triton
+from zc.kernels import _common
 from zc.kernels.blocks import decode_blocks_reference, encode_blocks_reference
 
 ALL = (c.F32, c.B16, c.F16, c.F64)
@@ -31,12 +31,12 @@ def test_why_reference_gives_a_reason_where_there_is_no_gpu() -> None:
 
 def test_without_triton_a_gpu_s_user_is_told_what_to_install() -> None:
     cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
-    with mock.patch.object(_triton, "_import_error", "ModuleNotFoundError: No module named 'triton'"):
+    with mock.patch.object(_common, "_import_error", "ModuleNotFoundError: No module named 'triton'"):
         said = kernels.note_of(gpu)
         assert said is not None and "No module named 'triton' (pip install 'zero-compile[triton]')" in said
         assert kernels.note_of(cpu) is None, "a CPU has references only"
     sees_gpu = mock.patch.object(torch.cuda, "is_available", return_value=True)
-    with mock.patch.object(_triton, "_import_error", None), sees_gpu:
+    with mock.patch.object(_common, "_import_error", None), sees_gpu:
         assert kernels.note_of(gpu) is None
     model = torch.nn.Linear(2, 2)
     noted = mock.patch.object(kernels, "note_of", lambda device: f"a note of {device}")
@@ -100,22 +100,22 @@ def test_reduce_rows_accepts_an_output_between_rows() -> None:
 
 def test_sums_of_squares() -> None:
     """All in one call: runs of small tensors, tensors that fill a piece or are longer than one, none first and last."""
-    around_a_piece = (_chunks.CHUNK - 8, _chunks.CHUNK - 1, _chunks.CHUNK, _chunks.CHUNK + 1)
-    sizes = (*c.SIZES, 7, 8, 9, *around_a_piece, 2 * _chunks.CHUNK + 5, 256, 0)
+    around_a_piece = (_common.CHUNK - 8, _common.CHUNK - 1, _common.CHUNK, _common.CHUNK + 1)
+    sizes = (*c.SIZES, 7, 8, 9, *around_a_piece, 2 * _common.CHUNK + 5, 256, 0)
     c.check_sums_of_squares(kernels.sums_of_squares, c.normals(sizes, ALL, "cpu"))
 
 
 @given(sizes=st.lists(st.integers(0, 100), min_size=1, max_size=12), dtype=st.sampled_from(ALL))
 @settings(deadline=None, max_examples=60)
 def test_sums_of_squares_of_any_runs(sizes: list[int], dtype: torch.dtype) -> None:
-    with mock.patch.object(_chunks, "CHUNK", 64):
+    with mock.patch.object(_common, "CHUNK", 64):
         c.check_sums_of_squares(kernels.sums_of_squares, c.normals(sizes, [dtype], "cpu"))
 
 
 def test_runs_are_as_long_as_a_piece_allows() -> None:
-    with mock.patch.object(_chunks, "CHUNK", 64):
-        assert list(_chunks.runs([10, 50, 4, 64, 0, 65, 0, 3])) == [(0, 3), (3, 5), (5, 6), (6, 8)]
-        assert list(_chunks.runs([])) == []
+    with mock.patch.object(_common, "CHUNK", 64):
+        assert list(_common.runs([10, 50, 4, 64, 0, 65, 0, 3])) == [(0, 3), (3, 5), (5, 6), (6, 8)]
+        assert list(_common.runs([])) == []
 
 
 def test_sums_of_squares_of_no_tensors() -> None:
@@ -127,7 +127,7 @@ def test_sums_of_squares_leave_no_graph() -> None:
 
 
 @pytest.mark.parametrize("narrow", ALL, ids=str)
-@pytest.mark.parametrize("numel", [0, 1, 63, 1025, _chunks.CHUNK + 7])
+@pytest.mark.parametrize("numel", [0, 1, 63, 1025, _common.CHUNK + 7])
 def test_copy_writes(narrow: torch.dtype, numel: int) -> None:
     """Element by element: written ones are taken, the others keep the bits that ``narrow`` has dropped; NaN is NaN."""
     generator = torch.Generator().manual_seed(numel)
@@ -149,7 +149,7 @@ def test_copy_writes(narrow: torch.dtype, numel: int) -> None:
 
 
 def test_copy_writes_of_several() -> None:
-    c.check_copy_writes(kernels.copy_writes, "cpu", c.B16, (0, 1, 63, 1025, _chunks.CHUNK + 7))
+    c.check_copy_writes(kernels.copy_writes, "cpu", c.B16, (0, 1, 63, 1025, _common.CHUNK + 7))
 
 
 def test_copy_writes_compares_with_what_was_there_before() -> None:
@@ -168,8 +168,7 @@ def test_blocks(layout: str) -> None:
 
 
 def test_blocks_longer_than_a_piece() -> None:
-    for module in ("encode_blocks", "decode_blocks"):
-        assert importlib.import_module(f"zc.kernels.{module}").CHUNK == _chunks.CHUNK
+    assert importlib.import_module("zc.kernels.blocks").CHUNK == _common.CHUNK
     with mock.patch("zc.kernels.blocks.CHUNK", 512):
         encoded.check_all(encode_blocks_reference, decode_blocks_reference, "cpu", ["runs"])
 

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from zc.checks import check_plan
 from zc.config import Config
 from zc.engine.buffers import Buffers
 from zc.errors import PlanError
 from zc.offload.host_step import HostMemory
-from zc.plan_checks import check_plan
 from zc.planning.allocations import KINDS, most_nbytes, nbytes_of, resident
 from zc.planning.layout import Rule
 from zc.planning.ownership import assign_owners

@@ -19,8 +19,8 @@ from torch import nn
 import zc
 from zc.engine.ledger import Clock
 from zc.registry import sharded
+from zc.report.explain import text_of_sources
 from zc.report.html import _cards
-from zc.report.last_step import text_of_sources
 from zc.report.timeline import LOOP, Timeline, measured, module_of
 
 BROWSER = next(

@@ -20,7 +20,7 @@ import zc
 from zc.engine.ledger import Waited
 from zc.planning.plan import Plan
 from zc.registry import sharded
-from zc.report.drawing import text_of_waits
+from zc.report.html import text_of_waits
 
 LATE, LATE_S = 2, 0.3
 

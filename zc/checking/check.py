@@ -1,30 +1,37 @@
-"""`zc.check`: the loop on one device, in plain PyTorch, and through zc; and which difference comes first."""
+"""`zc.check`: the loop on one device, in plain PyTorch, and through zc; and which difference comes first.
+
+The loop runs through zc on a copy, on all ranks, as a program would run it. A check says how much memory it needs
+before it takes any, and how far it is: by one line on stderr that is drawn over where there is a terminal, else by a
+line for each part.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import sys
-from collections.abc import Iterable, Iterator
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple, TextIO
 
 import torch
 from torch import nn
 
-from zc.checking import causes, looks, sharded_run
-from zc.checking.copies import copied, options_of
+from zc.checking import causes, looks
 from zc.checking.differences import NUM_SAMPLES, Allowed, Difference, describe, rounding_of, worst_of
-from zc.checking.loop import Loop, Moment, Step, Update, steps_of
-from zc.checking.needs import check_memory, needs_of
-from zc.checking.progress import Progress
+from zc.checking.loop import Key, Loop, Moment, Step, Update, kept, steps_of
 from zc.checking.reference import First, Reference
 from zc.checking.report import KINDS, Finding, Report
-from zc.checking.values import Randomness, digest, packed, unpacked
+from zc.checking.values import Randomness, copied, digest, map_tensors, names_of, options_of, packed, unpacked
 from zc.checks import check_initialized, check_module, is_on_cpu, left_to_ranks
 from zc.config import OPTIONS, Config, check_count
-from zc.errors import PlanError, ZcError, megabytes
+from zc.errors import CheckpointError, PlanError, ZcError, megabytes
 from zc.features import RANKS
 from zc.log import tell
+from zc.machine import available_nbytes, free_nbytes, ranks_on_this_host
+from zc.optim.assignment import given_in, parts_of
 from zc.prepare import fingerprint, resolve
 from zc.ranks.group import Group, ranks_of
 from zc.registry import COMPILED
@@ -280,7 +287,7 @@ def _run_backend(
     moments: list[Moment] = []  # up to the first that differs
     notes: list[Finding] = []
     earliest: Difference | None = None
-    for number, moment in enumerate(sharded_run.run(loop, backend, progress.advance)):
+    for number, moment in enumerate(run(loop, backend, progress.advance)):
         own = allowed.compare(number, moment, loop)
         notes += [Finding("not-compared", note, loop.rank) for note in moment.notes[: not notes]]
         differences += own
@@ -340,3 +347,136 @@ def _marks(model: nn.Module, optimizer: Any) -> dict[str, str]:
     marks = {name: digest(tensor) for name, tensor in tensors}
     marks.update({f"gradient of {name}": str(p.grad is None) for name, p in model.named_parameters()})
     return marks | {name: str(options) for name, options in options_of(optimizer)}
+
+
+def run(loop: Loop, backend: str, advance: Callable[[], None]) -> Iterator[Moment]:
+    """One moment for each update. What one rank alone knows stands under its number; optimizer states on rank 0."""
+    import zc  # what a program calls, once all of it is there
+
+    with contextlib.ExitStack() as stack:
+        options = loop.options_for(backend)
+        if options.get("offload_dir") is not None:  # the program's own files are not touched
+            options["offload_dir"] = stack.enter_context(tempfile.TemporaryDirectory(prefix="zc-check-"))
+        model, optimizer = copied(loop.model, loop.optimizer)
+        names = names_of(model, optimizer)
+        first = {name: kept(param) for name, param in model.named_parameters() if param.requires_grad}
+        if loop.config.param_dtype is not None:
+            first = {name: weight.to(loop.config.param_dtype) for name, weight in first.items()}
+        zc.compile(model, optimizer, **options)
+        stack.callback(zc.close, model)
+        generators = Randomness(loop.device)
+        generators.set(loop.random[loop.rank])
+        for number in range(loop.num_updates):
+            moment = Moment()
+            for k in range(loop.microbatches):
+                is_last = k + 1 == loop.microbatches
+                with contextlib.nullcontext() if is_last else zc.no_sync(model):
+                    batch = map_tensors(loop.batch(loop.rank, number, k), torch.clone)
+                    loss = loop.loss(model, batch)
+                    loss.backward()  # type: ignore[no-untyped-call]
+                moment.values[Key("loss", f"microbatch {k}", loop.rank)] = float(loss.detach())
+                advance()
+            for name, grad in zc.full_grad(model).items():
+                moment.values[Key("gradient", name)] = None if grad is None else kept(grad)
+            for name, buffer in model.named_buffers():
+                moment.values[Key("buffer", name, loop.rank)] = kept(buffer)
+            loop.update(model, optimizer)
+            for each in given_in(optimizer):
+                each.zero_grad()
+            with zc.whole_parameters(model), torch.no_grad():
+                moment.add_weights({n: p for n, p in model.named_parameters() if p.requires_grad}, first)
+            _add_state(moment, model, optimizer, names)
+            yield moment
+
+
+def _add_state(moment: Moment, model: nn.Module, optimizer: Any, names: list[dict[int, str]]) -> None:
+    import zc
+
+    try:
+        states = zc.full_optimizer_state(model, optimizer)
+    except CheckpointError as error:  # on all ranks: parts of a state that no single parameter has
+        moment.notes.append(f"optimizer states were not compared: {error}")
+        return
+    if states is not None:
+        moment.add_state(parts_of(optimizer, states) or [states], names)
+
+
+# Each in weights of fp32, by the tensors that were alive at one time (10 linear layers, AdamW; tests/check).
+RUNNING = 8  # a model to try things on, one that trains, its narrow copy, two states, gradients of a rank and of all
+COMPARED = 9  # in host memory: an update of the run that is compared, first weights, what the first update has shown
+KEPT = 4  # of each update of the reference: gradients, weights and two states
+
+
+class Needs(NamedTuple):
+    """Bytes of a rank, without activations. On a CPU both are host memory."""
+
+    device: int
+    host: int
+
+
+def needs_of(model: nn.Module, world_size: int, updates: int, microbatches: int) -> Needs:
+    wide = sum(param.numel() * max(4, param.element_size()) for param in model.parameters() if param.requires_grad)
+    rest = sum(param.nbytes for param in model.parameters() if not param.requires_grad)
+    rest += sum(buffer.nbytes for buffer in model.buffers()) * (1 + world_size)
+    device = (RUNNING + world_size) * wide + 2 * rest
+    return Needs(device, (KEPT * updates + COMPARED + world_size + microbatches) * wide)
+
+
+def check_memory(needs: Needs, device: torch.device, world_size: int) -> None:
+    """Raises PlanError where the memory that is free now can't hold it."""
+    num_ranks = ranks_on_this_host(world_size)
+    host = needs.host + (needs.device if device.type == "cpu" else 0)
+    free = available_nbytes()
+    if free is not None and host * num_ranks > free:
+        raise PlanError(
+            f"zc.check needs {megabytes(host)} of host memory on each of the {num_ranks} ranks here, and "
+            f"{megabytes(free)} are available: check a smaller model of the same kind, or with updates=1"
+        )
+    if device.type != "cpu" and needs.device > free_nbytes(device):
+        raise PlanError(
+            f"zc.check needs {megabytes(needs.device)} on {device}, and {megabytes(free_nbytes(device))} are free: "
+            "check a smaller model of the same kind, or move it to the CPU"
+        )
+
+
+WIDTH = 30
+REDRAW_S = 0.1
+
+
+class Progress:
+    """``total``: forwards and backwards in all."""
+
+    def __init__(self, total: int, *, shown: bool, stream: TextIO | None = None) -> None:
+        self.total, self.done, self._part = max(total, 1), 0, ""
+        self._stream = sys.stderr if stream is None else stream
+        self._shown, self._drawn, self._started = shown, 0.0, time.monotonic()
+        self._is_terminal = shown and self._stream.isatty()
+
+    def begin(self, part: str) -> None:
+        self._part = part
+        if self._is_terminal:
+            self._draw()
+        elif self._shown:
+            print(f"zc.check: {part} ({100 * self.done // self.total} %)", file=self._stream, flush=True)
+
+    def advance(self) -> None:
+        self.done = min(self.done + 1, self.total)
+        if self._is_terminal and time.monotonic() - self._drawn > REDRAW_S:
+            self._draw()
+
+    def add(self, more: int) -> None:
+        self.total += more
+
+    def end(self) -> None:
+        if self._is_terminal:
+            self._stream.write("\r\x1b[K")
+            self._stream.flush()
+
+    def _draw(self) -> None:
+        self._drawn = time.monotonic()
+        filled = WIDTH * self.done // self.total
+        seconds = self._drawn - self._started
+        left = f", {seconds / self.done * (self.total - self.done):.0f} s left" if self.done else ""
+        bar = "#" * filled + "." * (WIDTH - filled)
+        self._stream.write(f"\r\x1b[Kzc.check [{bar}] {self.done}/{self.total}, {seconds:.0f} s{left}: {self._part}")
+        self._stream.flush()

@@ -17,9 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from zc import torch_private
-from zc.checking.copies import copied, names_of, options_by_name
 from zc.checking.loop import Key, Loop, Moment, kept, norm
-from zc.checking.values import Randomness, map_tensors
+from zc.checking.values import Randomness, copied, map_tensors, names_of, options_by_name
 from zc.errors import PlanError
 from zc.optim.assignment import given_in, optimizers_in
 

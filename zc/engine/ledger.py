@@ -19,8 +19,7 @@ import torch
 from torch.profiler import record_function
 
 from zc import torch_private
-from zc.devices import allocated_nbytes
-from zc.machine import num_page_faults, resident_nbytes
+from zc.machine import allocated_nbytes, num_page_faults, resident_nbytes
 from zc.planning.plan import Bucket
 from zc.ranks.exchanges import WaitForRank, noting_waits
 

@@ -41,11 +41,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, fx, nn
 
-from zc.devices import is_cuda
 from zc.engine.buffers import Function
 from zc.engine.program import Program
 from zc.engine.updater import Updater
-from zc.machine import num_threads
+from zc.machine import is_cuda, num_threads
 from zc.planning.plan import Plan
 from zc.planning.traits import TRAITS
 from zc.schedule.buffer import Buffer

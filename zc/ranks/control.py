@@ -25,8 +25,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zc import torch_private
-from zc.devices import accelerator_type
 from zc.errors import PlanError, RankMismatchError, ZcError
+from zc.machine import accelerator_type
 from zc.planning.plan import Plan, Topology, flat
 from zc.ranks import process
 from zc.ranks.exchanges import Call, Exchanges, Step, Work, collective, messages

@@ -1,19 +1,206 @@
 """`zc.explain(model, format="html")`: the report as one self-contained page, without network.
 
 It begins with the main figures. Then come the clocked step, the buckets, and all sections of the text, folded.
+
+Its timelines are drawn as one SVG element each: one lane per stream, all to one scale, and memory below them. In stage
+3 a band shows the bytes of gathered weights, and a line the bytes that they may have (weight_nbytes).
+
+It uses no charting library: those that fit into one file take megabytes and draw neither lanes nor waits between them.
+Colors are CSS classes, which the page or the picture defines for light and dark (`STYLE`).
 """
 
 from __future__ import annotations
 
 import base64
 import html
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from zc.engine.ledger import Waited
 from zc.errors import megabytes
-from zc.report.drawing import COLORS, LEAST_NBYTES, STYLE, draw, legend
 from zc.report.summary import Summary
-from zc.report.timeline import Timeline
+from zc.report.timeline import Arrow, Box, Timeline, color_class, lanes
+
+WIDTH, LANE, BOX, LEFT, MEMORY, BAND = 1160, 34, 22, 90, 70, 48  # pixels
+
+LEAST_WIDTH = 0.5  # pixels of a wait that is drawn
+LEAST_NBYTES = 2**20  # memory is drawn only if the step adds at least as many bytes
+
+COLORS = {  # class: what it is, light, dark
+    "loop": ("the caller's loop", "#e4e4e0", "#3b3b38"),
+    "compute": ("compiled segments of the backward", "#9ecae1", "#2b6a94"),
+    "write": ("gradients are copied into a bucket", "#fdc38d", "#a65d1b"),
+    "reduction": ("a bucket is sent and summed", "#a1d99b", "#3c7f3a"),
+    "weights": ("weights are gathered", "#c9b8e8", "#654a9c"),
+    "offload": ("copies and updates in host memory", "#f4b6c2", "#97435a"),
+    "wait": ("there it waits for other ranks", "#cfcfca", "#5c5c58"),
+}
+
+
+def _variables(shade: int) -> str:
+    return " ".join(f"--{name}: {colors[shade]};" for name, colors in COLORS.items())
+
+
+STYLE = f"""
+:root {{ color-scheme: light dark; --ink: #222; --dim: #666; --paper: #fff; --rule: #ddd; --hot: #c0141a;
+  {_variables(1)} }}
+@media (prefers-color-scheme: dark) {{ :root {{ --ink: #e6e6e3; --dim: #a3a39e; --paper: #1b1b1a; --rule: #3a3a38;
+  --hot: #ff7a70; {_variables(2)} }} }}
+svg.timeline {{ font: 11px system-ui, sans-serif; background: var(--paper); }}
+svg.timeline text {{ fill: var(--ink); }} svg.timeline text.dim {{ fill: var(--dim); }}
+svg.timeline line.rule {{ stroke: var(--rule); }} svg.timeline line.wait {{ stroke: var(--dim); }}
+svg.timeline line.delayed {{ stroke: var(--hot); }} svg.timeline rect {{ stroke: var(--dim); stroke-width: .5; }}
+svg.timeline path.memory {{ fill: var(--compute); stroke: var(--dim); }}
+svg.timeline path.gathered {{ fill: var(--weights); stroke: var(--dim); stroke-width: .5; }}
+svg.timeline line.cap {{ stroke: var(--ink); stroke-dasharray: 5 3; }}
+{" ".join(f"svg.timeline .{name} {{ fill: var(--{name}); }}" for name in COLORS)}
+"""
+
+
+def draw(timeline: Timeline, *, is_alone: bool = False) -> str:
+    """The SVG element. With ``is_alone`` it has its style and a legend inside, as a file of its own needs."""
+    rows = {lane: k for k, lane in enumerate(lanes(timeline))}
+    scale = (WIDTH - LEFT - 10) / max(timeline.stop, 1e-9)
+    height = LANE * len(rows) + 24
+    parts = []
+    for lane, k in rows.items():
+        parts.append(f'<text x="4" y="{k * LANE + LANE / 2 + 4:.0f}">{html.escape(lane)}</text>')
+        parts.append(f'<line class="rule" x1="{LEFT}" x2="{WIDTH}" y1="{(k + 1) * LANE}" y2="{(k + 1) * LANE}"/>')
+    parts += [_arrow(arrow, rows, scale) for arrow in timeline.arrows]
+    parts += [_box(box, rows, scale) for box in timeline.boxes]
+    parts.append(f'<text class="dim" x="{LEFT}" y="{height - 8}">{caption(timeline)}</text>')
+    if timeline.gathered:
+        parts.append(_band(timeline, scale, height))
+        height += BAND + 28
+    memory = [nbytes for _, nbytes in timeline.memory]
+    if memory and max(memory) - min(memory) >= LEAST_NBYTES:
+        parts.append(_memory(timeline, scale, height))
+        height += MEMORY + 20
+    if is_alone:
+        legend, added = _legend(timeline, height)
+        parts, height = [f"<style>{STYLE}</style>", *parts, legend], height + added
+    return (
+        f'<svg class="timeline" viewBox="0 0 {WIDTH} {height}" xmlns="http://www.w3.org/2000/svg" role="img" '
+        f'aria-label="{caption(timeline)}">' + "\n".join(parts) + "</svg>\n"
+    )
+
+
+def caption(timeline: Timeline) -> str:
+    how = "measured" if timeline.is_measured else "estimated"
+    waits = text_of_waits(timeline.waits)
+    waited = f"exchanges waited {waits}; " if waits else ""
+    return (
+        f"{_ms(timeline.stop)} {how}; communication that no computation hides: {_ms(timeline.exposed())}; {waited}"
+        "red lines: a stream was idle until the event"
+    )
+
+
+def _ms(microseconds: float) -> str:
+    return f"{microseconds / 1e3:,.1f} ms" if microseconds >= 1e3 else f"{microseconds:.0f} µs"
+
+
+def _box(box: Box, rows: dict[str, int], scale: float) -> str:
+    x, width = LEFT + box.start * scale, max((box.stop - box.start) * scale, 1.0)
+    y = rows[box.lane] * LANE + (LANE - BOX) / 2
+    label = html.escape(box.label)
+    said = html.escape(f"{box.detail or box.label}: {_ms(box.stop - box.start)}, from {_ms(box.start)}")
+    waits = text_of_waits(box.waits)
+    said += f"; of these {waits}" if waits else ""
+    text = f'<text x="{x + 3:.1f}" y="{y + 15:.1f}">{label}</text>' if width > 7 * len(box.label) + 6 else ""
+    return (
+        f'<g tabindex="0" class="box" data-said="{said}"><title>{said}</title><rect class="{color_class(box)}" '
+        f'x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{BOX}"/>{_waits(box, y, scale)}{text}</g>'
+    )
+
+
+def _waits(box: Box, y: float, scale: float) -> str:
+    """The parts of a box in which it waited for other ranks: its lower third."""
+    top, height = y + 2 * BOX / 3, BOX / 3
+    return "".join(
+        f'<rect class="wait" x="{LEFT + wait.start * scale:.1f}" y="{top:.1f}" '
+        f'width="{(wait.stop - wait.start) * scale:.1f}" height="{height:.1f}"/>'
+        for wait in box.waits
+        if (wait.stop - wait.start) * scale >= LEAST_WIDTH
+    )
+
+
+def text_of_waits(waits: Iterable[Waited]) -> str:
+    """``2.1 ms for other ranks, 1.9 ms of them for rank 3``, the one that was waited for longest; "" for none."""
+    by_rank = defaultdict[int | None, float](float)
+    for wait in waits:
+        by_rank[wait.rank] += wait.stop - wait.start
+    total = sum(by_rank.values())
+    if round(total) == 0:
+        return ""
+    rank = max(by_rank, key=lambda rank: by_rank[rank])
+    whom = "" if rank is None else f", {_ms(by_rank[rank])} of them for rank {rank}"
+    return f"{_ms(total)} for other ranks{whom}"
+
+
+def _arrow(arrow: Arrow, rows: dict[str, int], scale: float) -> str:
+    x1, y1 = LEFT + arrow.start * scale, rows[arrow.source] * LANE + LANE / 2
+    x2, y2 = LEFT + arrow.stop * scale, rows[arrow.target] * LANE + LANE / 2
+    kind = "delayed" if arrow.delayed else "wait"
+    return (
+        f'<line class="{kind}" x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}">'
+        f"<title>{html.escape(arrow.event)}</title></line>"
+    )
+
+
+def _band(timeline: Timeline, scale: float, top: int) -> str:
+    """The bytes of gathered weights over the step; the top is what weight_nbytes allows."""
+    high, cap = top + 8, timeline.weight_cap
+    bottom = high + BAND
+    heights = [bottom - nbytes / cap * BAND for _, nbytes in timeline.gathered]
+    xs = [LEFT + time * scale for time, _ in timeline.gathered] + [LEFT + timeline.stop * scale]
+    steps = " ".join(f"V{y:.1f} H{x:.1f}" for y, x in zip(heights, xs[1:], strict=True))
+    most = max(nbytes for _, nbytes in timeline.gathered)
+    said = f"gathered weights: at most {megabytes(most)}; the line is weight_nbytes, {megabytes(cap)}"
+    return (
+        f'<g><title>{said}</title><path class="gathered" d="M{xs[0]:.1f},{bottom} {steps} V{bottom} Z"/></g>'
+        f'<line class="cap" x1="{LEFT}" x2="{WIDTH}" y1="{high}" y2="{high}"/>'
+        f'<text x="4" y="{high + 14}">gathered</text><text class="dim" x="4" y="{high + 28}">{megabytes(most)}</text>'
+        f'<text class="dim" x="{LEFT}" y="{bottom + 14}">{said}</text>'
+    )
+
+
+def _memory(timeline: Timeline, scale: float, top: int) -> str:
+    """The process's memory over the step, above its minimum."""
+    least, most = (f(n for _, n in timeline.memory) for f in (min, max))
+    bottom = top + MEMORY
+    points = [(LEFT + t * scale, bottom - (n - least) / (most - least) * (MEMORY - 8)) for t, n in timeline.memory]
+    line = " ".join(f"L{x:.1f},{y:.1f}" for x, y in points)
+    return (
+        f'<path class="memory" d="M{points[0][0]:.1f},{bottom} {line} L{points[-1][0]:.1f},{bottom} Z"/>'
+        f'<text x="4" y="{top + 14}">memory</text>'
+        f'<text class="dim" x="4" y="{top + 28}">+{(most - least) / 1e6:,.1f} MB</text>'
+        f'<text class="dim" x="{LEFT}" y="{bottom + 14}">from {least / 1e6:,.1f} to {most / 1e6:,.1f} MB of this '
+        "process: resident, on a GPU allocated</text>"
+    )
+
+
+def _used(timeline: Timeline) -> list[str]:
+    """The classes of color that the timeline has."""
+    used = {color_class(box) for box in timeline.boxes} | ({"wait"} if timeline.waits else set())
+    return [name for name in COLORS if name in used]
+
+
+def _legend(timeline: Timeline, top: int) -> tuple[str, int]:
+    """The legend inside a picture, and its height."""
+    used, parts = _used(timeline), []
+    for k, name in enumerate(used):
+        x, y = LEFT + (k % 3) * 350, top + (k // 3) * 20
+        parts.append(f'<rect class="{name}" x="{x}" y="{y}" width="14" height="12"/>')
+        parts.append(f'<text x="{x + 20}" y="{y + 10}">{COLORS[name][0]}</text>')
+    return "\n".join(parts), 20 * -(-len(used) // 3) + 8
+
+
+def legend(timeline: Timeline) -> str:
+    """The legend for a page."""
+    entries = (f'<span class="key {name}"></span>{COLORS[name][0]}' for name in _used(timeline))
+    return f'<p class="legend">{" ".join(f"<span>{entry}</span>" for entry in entries)}</p>'
+
 
 _PAGE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 0 auto; max-width: 1240px; padding: 1.2em; color: var(--ink);

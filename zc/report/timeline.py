@@ -2,7 +2,7 @@
 
 `measured` makes one of a clocked step (`zc.engine.ledger`). `simulate` makes one of a schedule by the rules of streams:
 a node starts when its stream is free and its waits are done, and an exchange runs beside its stream from launch to
-completion. Times are estimates in microseconds (`estimate`), or the caller's ``costs``. `zc.report.drawing` draws
+completion. Times are estimates in microseconds (`estimate`), or the caller's ``costs``. `zc.report.html` draws
 both.
 
 How long a schedule's nodes take is bytes and FLOPs over ceilings: for pictures alone, since a decision between
