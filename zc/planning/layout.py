@@ -93,12 +93,12 @@ class FlatLayout:
     owners: tuple[int, ...] | None = None
     num_hosts: int = 1  # more than one: the l-th ranks of all hosts have adjacent shards
 
-    @property
+    @cached_property
     def numel_shard(self) -> int:
         """S, the elements that each rank reduces."""
         return self.numel_padded // self.world_size
 
-    @property
+    @cached_property
     def numel_padding(self) -> int:
         return self.numel_padded - sum(slot.numel for slot in self.slots)
 
@@ -117,7 +117,7 @@ class FlatLayout:
         start = self.shard_of(rank) * self.numel_shard
         return start, start + self.numel_shard
 
-    @property
+    @cached_property
     def numel_host_range(self) -> int:
         """H shards."""
         return self.num_hosts * self.numel_shard

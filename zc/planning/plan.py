@@ -68,11 +68,11 @@ class Topology:
     ranks_per_host: int = 1
     reads_memory: bool = False
 
-    @property
+    @cached_property
     def world_size(self) -> int:
         return self.num_hosts * self.ranks_per_host
 
-    @property
+    @cached_property
     def has_levels(self) -> bool:
         """Whether exchanges have two levels: inside a host, and between ranks with the same number on all hosts."""
         return self.num_hosts > 1 and self.ranks_per_host > 1
@@ -163,16 +163,16 @@ class Bucket:
     net_dtype: torch.dtype = torch.float32  # of sums of some ranks that travel: between hosts, or between replicas
     sends_differences: bool = False  # its weights travel as differences to what all ranks have
 
-    @property
+    @cached_property
     def slots(self) -> tuple[Slot, ...]:
         return self.layout.slots
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """P, padded."""
         return self.layout.numel_padded
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Of the whole weights, in param_dtype."""
         return self.numel * self.param_dtype.itemsize
@@ -190,12 +190,12 @@ class Bucket:
         """Its slots that have a parameter."""
         return sum(not slot.is_left for slot in self.slots)
 
-    @property
+    @cached_property
     def is_frozen(self) -> bool:
         """Its parameters get no gradient, and have no master."""
         return self.index >= FIRST_FROZEN
 
-    @property
+    @cached_property
     def has_master(self) -> bool:
         """False where the parameters are as wide as the accumulator, and equal their masters after each update: the
         master is then a slice of flat_param."""
@@ -228,7 +228,7 @@ class Plan:
     reduce_encoding: Encoding | None = None
     gather_encoding: Encoding | None = None
 
-    @property
+    @cached_property
     def num_ranks(self) -> int:
         """The ranks that train: gradients are the mean over them."""
         return self.world_size * self.num_replicas
@@ -241,7 +241,7 @@ class Plan:
     def _slot_of(self) -> dict[str, tuple[int, int]]:
         return {slot.name: (bucket.index, k) for bucket in self.with_weights for k, slot in enumerate(bucket.slots)}
 
-    @property
+    @cached_property
     def with_weights(self) -> tuple[Bucket, ...]:
         """All buckets, those of frozen parameters included."""
         return (*self.buckets, *self.frozen)
@@ -261,7 +261,7 @@ class Plan:
         """The parameters in these buckets."""
         return frozenset(slot.name for bucket in self.sharded for slot in bucket.slots if not slot.is_left)
 
-    @property
+    @cached_property
     def why_sharded(self) -> str:
         """The option that shards weights, for messages."""
         return f"stage={self.placement.stage}" if self.placement.shards_weights else "shard_frozen=True"
@@ -283,7 +283,7 @@ class Plan:
         """One more than the highest number of an optimizer that has a bucket."""
         return max((b.optimizer for b in self.buckets), default=0) + 1
 
-    @property
+    @cached_property
     def reduces(self) -> bool:
         """Whether a backward under this plan reduces, or only accumulates."""
         return self.placement.shards_gradients or self.is_boundary
@@ -316,7 +316,7 @@ class Plan:
         kind = "weight" if self.placement.shards_weights else "gathered" if self.overlap_gather else "flat_param"
         return f"{kind}[{bucket}]"
 
-    @property
+    @cached_property
     def weight_cap(self) -> int:
         """The most bytes of gathered weights at any time. By default room for the largest sharded bucket, and for the
         next one as large."""
@@ -324,7 +324,7 @@ class Plan:
             return self.weight_nbytes
         return 2 * max((align_up(b.nbytes, ALIGN_NBYTES) for b in self.sharded), default=0)
 
-    @property
+    @cached_property
     def nbytes_arena(self) -> int:
         """The most bytes that the buffer of gathered weights has: `weight_cap`, or room for all sharded buckets."""
         return min(self.weight_cap, sum(align_up(b.nbytes, ALIGN_NBYTES) for b in self.sharded))
@@ -347,7 +347,7 @@ class Plan:
         """The plan of a gather that makes all weights equal to their masters, as after a load."""
         return replace(self, gather_encoding=None)
 
-    @property
+    @cached_property
     def num_staging(self) -> int:
         """Staging buffers on the device (offload)."""
         return min(self.num_buffers, len(self.buckets)) if self.offload is not None else 0
