@@ -30,6 +30,8 @@ ROOMS = {  # by name: where the source is, and the tests that should notice
     "schedule": ("zc/schedule", ("tests/passes", "tests/proof")),
     "passes": ("passes", ("tests/passes", "tests/proof")),
     "engine": ("zc/engine", ("tests/engine", "tests/backend", "tests/distributed")),
+    "compiler": ("zc/compiler", ("tests/backend", "tests/distributed", "tests/compatibility")),
+    "weights": ("zc/weights", ("tests/engine", "tests/distributed", "tests/compatibility")),
 }
 LIMIT_S = 1800.0  # of the tests of one edit; what hangs is noticed
 TURNED: dict[type[ast.AST], type[ast.AST]] = {

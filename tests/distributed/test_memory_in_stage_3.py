@@ -50,7 +50,7 @@ def measured(rank: int, world_size: int, backend: str) -> list[tuple[int, int, i
     rows = []
     caps = [4 * LAYER_NBYTES, 2 * LAYER_NBYTES, LAYER_NBYTES + 256]
     if not FULL:  # caps change the order of gathers, which no compiled segment sees
-        caps = caps[::2]
+        caps = caps[-1:]
     for stage, cap in ((2, 0), *((3, cap) for cap in caps)):
         torch._dynamo.reset()
         before = storages()
@@ -98,7 +98,7 @@ def offloaded(rank: int, world_size: int, dtype: torch.dtype | None) -> tuple[in
         net = Net()
         optimizer = torch.optim.Adam(net.parameters())
         zc.compile(
-            net, optimizer, stage=3, offload="cpu", backend="aot_eager", param_dtype=dtype,
+            net, optimizer, stage=3, offload="cpu", backend="eager", param_dtype=dtype,
             bucket_nbytes=LAYER_NBYTES // (1 if dtype is None else 2),
         )  # fmt: skip
     x = torch.randn(4, DIM, dtype=dtype)

@@ -111,9 +111,11 @@ def test_the_bits_of_stage_2_with_offload_and_of_stage_3_without(
     backend = "aot_eager" if FULL or (world_size, optimizer) == (2, "AdamW") else "eager"  # the others' graphs are its
     stage_3: dict[str, Any] = {"stage": 3, "param_dtype": dtype, "backend": backend}
     options = [{**stage_3, "stage": 2, "offload": "cpu"}, stage_3, {**stage_3, "offload": "cpu"},
-               {**stage_3, "offload": "cpu", "weight_nbytes": 2**20},
                {**stage_3, "offload": "cpu", "offload_accumulate": "device"},
+               {**stage_3, "offload": "cpu", "weight_nbytes": 2**20},
                {**stage_3, "offload": "cpu", "overlap": False}]  # fmt: skip
+    if backend != "eager" and not FULL:
+        options = options[:4]
     assert run_ranks(runs, world_size, optimizer, options, timeout=300.0) == [[]] * world_size
 
 
@@ -133,7 +135,9 @@ def late(rank: int, world_size: int, delays: list[dict[str, float]]) -> list[str
 
 
 def test_the_same_bits_whichever_stream_is_late() -> None:
-    delays = [{}, {COPY: 0.004}, {HOST: 0.004}, {COMM: 0.004}, {COPY: 0.004, HOST: 0.002}]
+    delays = [{}, {COPY: 0.004, HOST: 0.002}, {COMM: 0.004}]
+    if FULL:
+        delays += [{COPY: 0.004}, {HOST: 0.004}]
     assert run_ranks(late, 2, delays, timeout=200.0) == [[], []]
 
 
@@ -141,7 +145,8 @@ def written(rank: int, world_size: int) -> list[str]:
     """Job: what is written to whole parameters, or loaded, reaches masters in host memory, where updates go on."""
     ends = []
     for offload in (None, "cpu"):
-        net, optimizer = compiled("AdamW", {"stage": 3, "offload": offload, "param_dtype": torch.bfloat16})
+        options = {"stage": 3, "offload": offload, "param_dtype": torch.bfloat16, "backend": "eager"}
+        net, optimizer = compiled("AdamW", options)
         train(net, optimizer, rank, 2)
         with zc.whole_parameters(net):
             net.layers[1].weight.data.mul_(0.5)
@@ -162,14 +167,14 @@ def test_a_write_to_whole_parameters_reaches_host_memory() -> None:
 
 def from_meta(rank: int, world_size: int, folder: Path) -> list[str]:
     """Job: a model on meta gets its masters in host memory from its modules, then from a checkpoint, and trains."""
-    plain, its = compiled("AdamW", {"stage": 2})
+    plain, its = compiled("AdamW", {"stage": 2, "backend": "eager"})
     wanted = train(plain, its, rank)
-    fresh, its = compiled("AdamW", {"stage": 2})
+    fresh, its = compiled("AdamW", {"stage": 2, "backend": "eager"})
     zc.save(folder, fresh, its)
     with torch.device("meta"):
         net = Net()
     optimizer = torch.optim.AdamW(net.layers.parameters(), lr=0.01)
-    zc.compile(net, optimizer, stage=3, device="cpu", offload="cpu", backend="aot_eager", bucket_nbytes=3072)
+    zc.compile(net, optimizer, stage=3, device="cpu", offload="cpu", backend="eager", bucket_nbytes=3072)
     zc.initialize(net)
     initial = zc.full_state_dict(net)
     problems = [name for name, value in initial.items() if value.isnan().any()]

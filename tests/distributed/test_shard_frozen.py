@@ -49,13 +49,13 @@ def compared(rank: int, world_size: int, has_blocks: bool, backend: str, stage: 
 
 
 CELLS = [
-    (1, True, "aot_eager", 2), (2, True, "aot_eager", 1), (3, False, "eager", 2), (2, False, "inductor", 2),
+    (2, True, "aot_eager", 1), (3, False, "eager", 2), (2, False, "inductor", 2), (1, True, "aot_eager", 2),
     (3, True, "aot_eager", 2), (2, False, "aot_eager", 2), (3, False, "eager", 1), (2, True, "eager", 2),
     (3, True, "inductor", 2), (1, False, "inductor", 2),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("world_size", "has_blocks", "backend", "stage"), CELLS if FULL else CELLS[:4])
+@pytest.mark.parametrize(("world_size", "has_blocks", "backend", "stage"), CELLS if FULL else CELLS[:3])
 def test_the_bits_of_whole_frozen_parameters(world_size: int, has_blocks: bool, backend: str, stage: int) -> None:
     assert run_ranks(compared, world_size, has_blocks, backend, stage, timeout=300.0) == [[]] * world_size
 
