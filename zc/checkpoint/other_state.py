@@ -62,11 +62,3 @@ def _check_keys(one: ShardedOptimizer, path: str, value: Any) -> None:
                 f"the state {path!r} of {type(one.optimizer).__name__} has the key {key!r}: zc saves strings"
             )
         _check_keys(one, f"{path}.{key}", item)
-
-
-def as_lists(value: Any) -> Any:
-    """DCP flattens lists that contain tensors: their keys are numbers in its paths."""
-    if not isinstance(value, dict):
-        return value
-    items = {key: as_lists(item) for key, item in value.items()}
-    return list(items.values()) if items and all(isinstance(key, int) for key in items) else items

@@ -33,6 +33,12 @@ class Owned:
     slice: Tensor | None
     dtype: torch.dtype
 
+    @property
+    def may_be_cut(self) -> bool:
+        """Whether ranks may divide it, so that each of its states must have its shape, or be one number."""
+        one = self.optimizer
+        return one is not None and not one.rule.whole and one.runtime.group.shard.world_size > 1
+
     def part(self, local: Tensor) -> ShardOf:
         """``local``: these elements in the slot's order; or, if they are the whole parameter, in its shape."""
         return ShardOf(self.slot.shape, flattened(local, self.slot), self.start, self.slot.order)

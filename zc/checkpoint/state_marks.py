@@ -24,9 +24,10 @@ from typing import TYPE_CHECKING, Any
 from torch.optim import Optimizer
 
 from zc.checkpoint.other_state import frozen_of
-from zc.checkpoint.plain_state import PART_KEY, WAYS, optimizer_part, text_of_mark
+from zc.checkpoint.plain_state import PART_KEY, WAYS, add_plain_optimizer, text_of_mark
 from zc.checkpoint.shards import ShardOf
 from zc.checkpoint.state import owned
+from zc.checkpoint.target import Target
 from zc.checkpoint.together import check_together, members_of
 from zc.engine.memory_order import in_shape
 from zc.errors import CheckpointError
@@ -92,9 +93,10 @@ def _fitting(sharded_model: ShardedModel, one: ShardedOptimizer, state: dict[str
 
 def _cut(sharded_model: ShardedModel, one: ShardedOptimizer, state: dict[str, Any]) -> dict[str, Any]:
     """Cuts a whole state to the part that this rank's optimizer would have saved."""
-    where = "the given optimizer state"
-    states, _, names, by_string = optimizer_part(sharded_model, state, where, one)
-    check_together(one, members_of(one) if by_string else names, {}, where)
+    target = Target("the given optimizer state")
+    add_plain_optimizer(target, sharded_model, one, state)
+    by_string = target.by_string(one)
+    check_together(one, members_of(one) if by_string else target.with_state, {}, target.where)
     numbers: dict[int, int] = {}
     groups: list[dict[str, Any]] = []
     for saved, group in zip(state["param_groups"], one.local.param_groups, strict=True):
@@ -103,7 +105,7 @@ def _cut(sharded_model: ShardedModel, one: ShardedOptimizer, state: dict[str, An
         groups.append({**saved, "params": list(range(first, len(numbers)))})
     local: dict[Any, Any] = dict(by_string)
     mine, frozen = owned(sharded_model), frozen_of(one)
-    for name, values in states.items():
+    for name, values in target.by_name("optimizer", "state").items():
         local[numbers[id(frozen[name] if name in frozen else one.slices[name])]] = {
             key: in_shape(value.local, mine[name].slot) if isinstance(value, ShardOf) else value
             for key, value in values.items()
