@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from zc.optim.model import ShardedModel
     from zc.optim.optimizer import ShardedOptimizer
 
+_T = TypeVar("_T")
 SHARD_NBYTES = 5 * 10**9  # the Hub's usual file size
 INDEX = "model.safetensors.index.json"
 
@@ -88,11 +89,11 @@ def _export_checkpoint(path: Path, checkpoint: Path, dtype: torch.dtype | None, 
     if not weights:
         raise CheckpointError(f"{checkpoint} has no weights: no key begins with model.")
     with _Folder(path) as folder:
-        for keys in _files({key: _nbytes(entry, dtype) for key, entry in weights.items()}, shard_nbytes):
-            items: dict[str, Any] = {k: torch.empty(weights[k].size, dtype=weights[k].properties.dtype) for k in keys}
+        for entries in _in_files(((key, _nbytes(weights[key], dtype), weights[key]) for key in weights), shard_nbytes):
+            items: dict[str, Any] = {k: torch.empty(e.size, dtype=e.properties.dtype) for k, e in entries.items()}
             with checkpoint_errors(f"exporting {checkpoint}"):
                 dcp_load(items, storage_reader=Reader(checkpoint), no_dist=True)
-            folder.write({key.removeprefix("model."): _cast(items[key], dtype) for key in keys})
+            folder.write({key.removeprefix("model."): _cast(value, dtype) for key, value in items.items()})
         return folder.finish()
 
 
@@ -110,7 +111,7 @@ def _export_model(path: Path, model: nn.Module, dtype: torch.dtype | None, shard
         else:
             stack.enter_context(folder)
             copies = ((keys[0], _cast(value.to("cpu", copy=True), dtype)) for keys, value in values)
-            for tensors in _in_files(copies, shard_nbytes):
+            for tensors in _in_files(((name, tensor.nbytes, tensor) for name, tensor in copies), shard_nbytes):
                 folder.write(tensors)
             files = folder.finish()
     written: list[Path] = channel.group.gather_objects(files, what)[0]
@@ -156,28 +157,18 @@ class _Folder:
         return files
 
 
-def _in_files(tensors: Iterable[tuple[str, Tensor]], largest: int) -> Iterator[dict[str, Tensor]]:
-    """The tensors of each file, as they come."""
-    found: dict[str, Tensor] = {}
-    for name, tensor in tensors:
-        if found and sum(each.nbytes for each in found.values()) + tensor.nbytes > largest:
+def _in_files(items: Iterable[tuple[str, int, _T]], largest: int) -> Iterator[dict[str, _T]]:
+    """What each file has of ``items``, (name, bytes, value), as they come."""
+    found: dict[str, _T] = {}
+    filled = 0
+    for name, nbytes, value in items:
+        if found and filled + nbytes > largest:
             yield found
-            found = {}
-        found[name] = tensor
+            found, filled = {}, 0
+        found[name] = value
+        filled += nbytes
     if found:
         yield found
-
-
-def _files(sizes: dict[str, int], largest: int) -> Iterator[list[str]]:
-    keys: list[str] = []
-    filled = 0
-    for key, nbytes in sizes.items():
-        if keys and filled + nbytes > largest:
-            yield keys
-            keys, filled = [], 0
-        keys.append(key)
-        filled += nbytes
-    yield keys
 
 
 def _nbytes(entry: TensorStorageMetadata, dtype: torch.dtype | None) -> int:

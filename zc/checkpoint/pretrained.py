@@ -24,7 +24,7 @@ from zc.checkpoint.first_values import fill_modules
 from zc.checkpoint.save_load import synchronized
 from zc.checkpoint.saving import channel_of, checkpoint_errors
 from zc.checkpoint.state import Owned, owned
-from zc.checkpoint.target import refuse_other_model
+from zc.checkpoint.target import Stored, check_tensor, refuse_other_model
 from zc.engine.memory_order import flattened
 from zc.errors import CheckpointError, some
 from zc.registry import sharded
@@ -41,13 +41,11 @@ _CHUNK_NBYTES = 1 << 24  # read at one time
 
 
 @dataclass(frozen=True)
-class StoredTensor:
-    """One tensor of a file, row-major from byte ``start`` on."""
+class StoredTensor(Stored):
+    """One tensor of a file of safetensors, row-major from byte ``start`` on."""
 
     path: Path
     name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
     start: int
 
     def read(self, first: int, stop: int) -> Iterator[tuple[int, Tensor]]:
@@ -118,11 +116,7 @@ def _match(
     places: dict[str, tuple[StoredTensor, Any]] = {}
     for number, (name, value) in tensors.items():
         source = stored[next(known for known in names[number] if known in stored)]
-        shape = tuple(value.shape)
-        if source.shape != shape:
-            raise CheckpointError(f"{folder}: {source.name} has shape {source.shape}, the model's is {shape}")
-        if source.dtype.is_floating_point != value.dtype.is_floating_point:
-            raise CheckpointError(f"{folder}: {source.name} is {source.dtype}, the model's is {value.dtype}")
+        check_tensor(str(folder), source.name, source, tuple(value.shape), value.dtype)
         places[name] = (source, mine.get(name, value))
     return places
 
@@ -166,7 +160,7 @@ def _header(path: Path) -> dict[str, StoredTensor]:
         dtype, shape, (start, stop) = _DTYPES[entry["dtype"]], tuple(entry["shape"]), entry["data_offsets"]
         if stop - start != math.prod(shape) * dtype.itemsize or 8 + length + stop > size:
             raise CheckpointError(f"{path} is cut off: {name} ends at byte {8 + length + stop}, the file at {size}")
-        stored[name] = StoredTensor(path, name, dtype, shape, 8 + length + start)
+        stored[name] = StoredTensor(shape, dtype, path, name, 8 + length + start)
     return stored
 
 
@@ -188,4 +182,4 @@ def _copy(stored: StoredTensor, target: Owned | Tensor) -> None:
     whole = torch.empty(stored.shape, dtype=stored.dtype)  # the rank's elements lie apart in the file
     for at, piece in stored.read(0, whole.numel()):
         whole.view(-1)[at : at + piece.numel()] = piece
-    out.copy_(target.part_of(whole))
+    target.write(target.part_of(whole))

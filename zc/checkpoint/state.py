@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from zc.checkpoint import other_state
 from zc.checkpoint.shards import ReadOnly, ShardOf
@@ -57,6 +58,11 @@ class Owned:
 
     def part_of(self, whole: Tensor) -> Tensor:
         return flattened(whole, self.slot)[self.start : self.start + self.numel]
+
+    def write(self, local: Tensor) -> None:
+        """Writes these elements, 1-D, if the rank has any."""
+        if self.slice is not None:
+            flattened(self.slice.detach(), self.slot).copy_(local)
 
 
 def owned(sharded_model: ShardedModel) -> dict[str, Owned]:
@@ -151,6 +157,11 @@ def _check_parts(name: str, mine: Owned, state: Mapping[str, Any]) -> None:
                 f"rank's slice {tuple(mine.slice.shape)} of {mine.slot.shape}: it can't be saved by parts. Without "
                 "zc.elementwise the parameter stays whole, and so does its state"
             )
+
+
+def group_of(optimizer: Optimizer, param: Tensor) -> dict[str, Any]:
+    """The parameter group of a slice, or of a frozen parameter."""
+    return next(group for group in optimizer.param_groups if any(one is param for one in group["params"]))
 
 
 def groups_of(optimizers: Iterable[ShardedOptimizer]) -> list[dict[str, Any]]:

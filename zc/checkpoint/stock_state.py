@@ -29,7 +29,7 @@ from zc.checkpoint.export import whole_states
 from zc.checkpoint.plain_state import from_optimizer_state
 from zc.checkpoint.save_load import host_copy, synchronized
 from zc.checkpoint.saving import channel_of
-from zc.checkpoint.state import state_of, trained
+from zc.checkpoint.state import group_of, state_of, trained
 from zc.checkpoint.target import commit
 from zc.checkpoint.together import refuse_together
 from zc.errors import CheckpointError, PlanError
@@ -137,7 +137,7 @@ def _first_states(sharded_model: ShardedModel) -> dict[str, dict[str, Any]]:
         if own.slice is None or own.optimizer is None or not own.slot.numel:
             continue
         optimizer, value = own.optimizer.local, own.slice.detach()
-        group = next(g for g in optimizer.param_groups if any(p is own.slice for p in g["params"]))
+        group = group_of(optimizer, own.slice)
         try:
             (updated,) = update_copy(optimizer, group, [value], [[torch.zeros_like(value)]], seed=1)
         except Exception as error:

@@ -17,9 +17,9 @@ from torch.optim import Optimizer
 from zc import torch_private
 from zc.checkpoint import other_state
 from zc.checkpoint.shards import ReadOnly, ShardOf
-from zc.checkpoint.state import Owned, groups_of, others, owned, trained
+from zc.checkpoint.state import Owned, group_of, groups_of, others, owned, trained
 from zc.checkpoint.together import KEY, check_together, members_of
-from zc.engine.memory_order import flattened, in_shape
+from zc.engine.memory_order import in_shape
 from zc.errors import CheckpointError, some
 
 if TYPE_CHECKING:
@@ -167,7 +167,7 @@ def add_optimizers(
                 raise CheckpointError(f"{where} has optimizer state for {name}, which is in no parameter group here")
             own, shape = mine[name], _shape_of(value)
             target.with_state.add(name)
-            is_own_shape = shape == own.slot.shape and key != "step"  # as `is_cut`
+            is_own_shape = len(path) == 4 and shape == own.slot.shape and key != "step"  # as `is_cut`
             if not (is_own_shape or isinstance(shape, str) or math.prod(shape) == 1) and own.may_be_cut:
                 raise CheckpointError(
                     f"{where}: optimizer state {key} of {name} has shape {shape}, the parameter {own.slot.shape}: it "
@@ -287,10 +287,7 @@ def commit(model: nn.Module, sharded_model: ShardedModel, target: Target) -> Non
     extra_states: list[tuple[Path, Any]] = []
     for (name, *deeper), value in target.under("model"):
         if name in mine:
-            own = mine[name]
-            if own.slice is not None:
-                local = value.local if isinstance(value, ShardOf) else value.reshape(-1)
-                flattened(own.slice, own.slot).copy_(local)
+            mine[name].write(value.local)
         elif isinstance(rest.get(name), Tensor):
             rest[name].copy_(value)
         else:
@@ -339,7 +336,7 @@ def _commit_others(one: ShardedOptimizer, target: Target, states: Mapping[str, d
 def _placed(state: Mapping[str, Any], param: Tensor, optimizer: Optimizer, slot: Slot | None = None) -> dict[str, Any]:
     """Moves a state to where the optimizer expects it, which is its parameter's device. A step count stays on the host,
     unless the update is one kernel that reads it (as in ``torch.optim.Optimizer.load_state_dict``)."""
-    group = next(g for g in optimizer.param_groups if any(p is param for p in g["params"]))
+    group = group_of(optimizer, param)
     placed: dict[str, Any] = {}
     for key, value in state.items():
         if isinstance(value, ShardOf):
