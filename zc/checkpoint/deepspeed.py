@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from zc.checkpoint.save_load import synchronized
 from zc.checkpoint.saving import channel_of
-from zc.checkpoint.state import groups_of, trained
+from zc.checkpoint.state import groups_of, synchronized, trained
 from zc.checkpoint.target import Target, add_model, add_optimizers, check_groups, commit, refuse_other_model
 from zc.errors import CheckpointError
 from zc.optim.assignment import Optimizers

@@ -1,25 +1,46 @@
-"""Loads plain state dicts: whole tensors by name, or by number as in an unsharded optimizer's state_dict."""
+"""Plain state dicts: whole tensors by name, or by number as an unsharded optimizer has them; and the mark of a part.
+
+With several ranks, the caller's optimizer has only this rank's slices. Its state_dict is therefore a part, and another
+rank's part may have the same shapes. The mark consists of plain values that ``torch.load(weights_only=True)`` reads::
+
+    state["zc"] = {"rank": 1, "world_size": 2, "plan": "5f0c..."}       no mark on one rank: that state is whole
+
+| argument of load_state_dict | result |
+|---|---|
+| this rank's own part, of this plan | loaded, as in PyTorch |
+| no mark: a whole state, of DDP, of one process, of `zc.full_optimizer_state` | this rank's part of it is loaded |
+| another rank's part, or a part of another plan | CheckpointError; nothing is changed |
+
+A script's ranks may load one after another, with barriers between, or only some may load. So loading waits for no other
+rank. Its outcome goes into the rank's journal (zc/ranks/watch.py), which ranks compare before the next update. If one
+rank loaded a state and another refused or never loaded, every rank raises RankMismatchError before the update.
+"""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
+from torch.optim import Optimizer
 
-from zc.checkpoint import other_state
+from zc.checkpoint.other_state import OTHER, TOGETHER, check_together, frozen_of, members_of
+from zc.checkpoint.shards import ShardOf
 from zc.checkpoint.state import groups_of, others, owned
 from zc.checkpoint.target import Path, Target, add_model, add_optimizers, check_groups, check_names
-from zc.checkpoint.together import KEY, members_of
+from zc.engine.memory_order import in_shape
 from zc.errors import CheckpointError
 from zc.optim.assignment import parts_of
+from zc.planning.plan import Plan
+from zc.ranks.journal import LOADED
 
 if TYPE_CHECKING:
     from zc.optim.model import ShardedModel
     from zc.optim.optimizer import ShardedOptimizer
 
 
-PART_KEY = "zc"  # in an optimizer's state_dict: it is one rank's part (zc/checkpoint/state_marks.py)
+PART_KEY = "zc"  # in an optimizer's state_dict: it is one rank's part
 WAYS = (
     "call zc.full_optimizer_state(model, optimizer) on every rank and save what it gives on rank 0, which "
     "optimizer.load_state_dict and zc.load_state_dict take on every rank, or use zc.save and zc.load"
@@ -95,7 +116,7 @@ def add_plain_optimizer(
     optimizers = sharded_model.optimizers if one is None else [one]
     groups = _named_groups(groups_of(optimizers), state["param_groups"], target.where)
     numbered = {k: name for group in groups for k, name in zip(group.pop("numbers"), group["params"], strict=True)}
-    known = {m for each in optimizers for m in (*members_of(each), *other_state.frozen_of(each))}
+    known = {m for each in optimizers for m in (*members_of(each), *frozen_of(each))}
     has_numbers = len(optimizers) == 1 and all(isinstance(key, int) for key in numbered)
     entries: dict[Path, Any] = {}
     by_string: dict[str, Any] = {}
@@ -106,13 +127,13 @@ def add_plain_optimizer(
         name = numbered.get(key, _bare(key, known) if isinstance(key, str) else key)
         target.with_state.add(name)
         entries.update({("optimizer", "state", name, option): value for option, value in items.items()})
-    by_number = dict(state.get(other_state.KEY, {}))  # of `zc.state_dict`
+    by_number = dict(state.get(OTHER, {}))  # of `zc.state_dict`
     if by_string:
         by_number[str(optimizers[0].number)] = {f"rank_{sharded_model.runtime.group.rank}": by_string}
     for number, by_rank in by_number.items():
         for rank, items in by_rank.items():
-            entries.update({("optimizer", other_state.KEY, number, rank, key): item for key, item in items.items()})
-    entries.update({("optimizer", KEY, number): names for number, names in state.get(KEY, {}).items()})
+            entries.update({("optimizer", OTHER, number, rank, key): item for key, item in items.items()})
+    entries.update({("optimizer", TOGETHER, number): names for number, names in state.get(TOGETHER, {}).items()})
     for number, group in enumerate(groups, num_groups):
         entries.update({("optimizer", "param_groups", number, option): value for option, value in group.items()})
     add_optimizers(target, sharded_model, optimizers, entries)
@@ -158,3 +179,93 @@ def _bare(name: str, wanted: Collection[str]) -> str:
     while name not in wanted and name.startswith(PREFIXES):
         name = name.partition(".")[2]
     return name
+
+
+def install_marks(sharded_model: ShardedModel) -> None:
+    """Registers hooks on the caller's optimizers, for as long as these live."""
+    for one in sharded_model.optimizers:
+        _install(sharded_model, one)
+
+
+def _install(sharded_model: ShardedModel, one: ShardedOptimizer) -> None:
+
+    def mark(optimizer: Optimizer, state: dict[str, Any]) -> None:
+        runtime = sharded_model.runtime
+        runtime.wait_for_host_memory()  # offload: an update may be running, and the caller saves this next
+        ranks = runtime.group.shard
+        if ranks.world_size > 1:
+            state[PART_KEY] = _mark(sharded_model)
+            runtime.say_once(
+                f"optimizer.state_dict() is this rank's part of {ranks.world_size}, and only this rank "
+                f"{'and its replicas ' if runtime.group.replicas is not None else ''}can load it again. For a whole "
+                f"one, {WAYS}"
+            )
+
+    def take(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
+        journal = sharded_model.runtime.group.journal
+        sharded_model.runtime.streams.synchronize()  # so that launched work precedes this entry in every rank's journal
+        is_accepted = False
+        try:
+            fitting = _fitting(sharded_model, one, state)
+            is_accepted = True
+        finally:
+            if journal is not None:
+                journal.enter(LOADED, int(is_accepted))
+        return fitting
+
+    one.optimizer.register_state_dict_post_hook(mark)
+    one.optimizer.register_load_state_dict_pre_hook(take)
+
+
+def _fitting(sharded_model: ShardedModel, one: ShardedOptimizer, state: dict[str, Any]) -> dict[str, Any] | None:
+    """The state that torch should load instead of ``state``; None: ``state`` itself."""
+    mark, own = state.get(PART_KEY), _mark(sharded_model)
+    if mark == own:
+        return None
+    if mark is None:
+        both = (state["param_groups"], one.local.param_groups)
+        sizes, ours = ([len(group["params"]) for group in groups] for groups in both)
+        return None if own["world_size"] == 1 and sizes == ours else _cut(sharded_model, one, state)
+    if isinstance(mark, dict) and {**mark, "rank": own["rank"]} == own:
+        why = f"and this is rank {own['rank']}"
+    else:
+        why = f"made under another plan: this is rank {own['rank']} of {own['world_size']}"
+    raise CheckpointError(f"the given optimizer state is {text_of_mark(mark)}, {why}. Nothing is changed: {WAYS}")
+
+
+def _cut(sharded_model: ShardedModel, one: ShardedOptimizer, state: dict[str, Any]) -> dict[str, Any]:
+    """Cuts a whole state to the part that this rank's optimizer would have saved."""
+    target = Target("the given optimizer state")
+    add_plain_optimizer(target, sharded_model, one, state)
+    by_string = target.by_string(one)
+    check_together(one, members_of(one) if by_string else target.with_state, {}, target.where)
+    numbers: dict[int, int] = {}
+    groups: list[dict[str, Any]] = []
+    for saved, group in zip(state["param_groups"], one.local.param_groups, strict=True):
+        first = len(numbers)
+        numbers.update({id(param): first + k for k, param in enumerate(group["params"])})
+        groups.append({**saved, "params": list(range(first, len(numbers)))})
+    local: dict[Any, Any] = dict(by_string)
+    mine, frozen = owned(sharded_model), frozen_of(one)
+    for name, values in target.by_name("optimizer", "state").items():
+        local[numbers[id(frozen[name] if name in frozen else one.slices[name])]] = {
+            key: in_shape(value.local, mine[name].slot) if isinstance(value, ShardOf) else value
+            for key, value in values.items()
+        }
+    return {**state, "state": local, "param_groups": groups}
+
+
+def _mark(sharded_model: ShardedModel) -> dict[str, Any]:
+    group = sharded_model.runtime.group.shard
+    return {"rank": group.rank, "world_size": group.world_size, "plan": _digest(sharded_model.runtime.plan)}
+
+
+def _digest(plan: Plan) -> str:
+    """Identifies which elements each rank owns."""
+    digest = hashlib.sha256(str(plan.world_size).encode())
+    for bucket in plan.buckets:
+        layout = bucket.layout
+        for slot in bucket.slots:
+            where = f"{slot.offset} {layout.numel_shard} {layout.owners}{slot.strides or ''} {layout.num_hosts}"
+            digest.update(f"{slot.name} {slot.shape} {where}\n".encode())
+    return digest.hexdigest()[:16]

@@ -10,16 +10,36 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zc.checkpoint import other_state
+from zc.checkpoint.other_state import OTHER, TOGETHER, note_of, state_by_string, states_of_frozen, together
 from zc.checkpoint.shards import ReadOnly, ShardOf
-from zc.checkpoint.together import KEY, note_of, together
 from zc.engine.memory_order import flattened, is_cut
-from zc.errors import CheckpointError
+from zc.errors import CheckpointError, PlanError
+from zc.optim.assignment import Optimizers, optimizers_in
 from zc.planning.layout import Slot
+from zc.registry import sharded
 
 if TYPE_CHECKING:
     from zc.optim.model import ShardedModel
     from zc.optim.optimizer import ShardedOptimizer
+
+
+def synchronized(model: nn.Module, optimizer: Optimizers) -> ShardedModel:
+    """The sharded model, after everything that reads or writes masters or states has finished."""
+    sharded_model = sharded(model)
+    optimizers = optimizers_in(optimizer)
+    if [id(one) for one in optimizers] != [id(each.optimizer) for each in sharded_model.optimizers]:
+        names = " and ".join(type(one).__name__ for one in optimizers)
+        ours = ", ".join(type(each.optimizer).__name__ for each in sharded_model.optimizers)
+        raise PlanError(
+            f"this {names} is not what {type(model).__name__} was compiled with: give the same {ours}"
+            f"{' in that order, as zc.compile was given them' if len(sharded_model.optimizers) > 1 else ''}"
+        )
+    for each in sharded_model.optimizers:
+        each.look_at_groups()
+    runtime = sharded_model.runtime
+    runtime.weights.synchronize()  # overlap_gather: gathers that step() started may still read the masters
+    runtime.streams.synchronize()  # the host reads and writes masters and states, in any thread
+    return sharded_model
 
 
 @dataclass(frozen=True)
@@ -126,16 +146,27 @@ def state_of(model: nn.Module, sharded_model: ShardedModel) -> dict[str, Any]:
     weights.update({name: _of_rank_0(rank, value) for name, value in others(model, sharded_model).items()})
     optimizer: dict[str, Any] = {"state": states, "param_groups": groups_of(sharded_model.optimizers)}
     for one in sharded_model.optimizers:
-        for name, state in other_state.states_of_frozen(one).items():
+        for name, state in states_of_frozen(one).items():
             states[name] = {key: _of_rank_0(rank, value) for key, value in state.items()}
-        by_string = other_state.state_by_string(one)
+        by_string = state_by_string(one)
         if by_string:
-            optimizer.setdefault(other_state.KEY, {})[str(one.number)] = {f"rank_{rank}": by_string}
+            optimizer.setdefault(OTHER, {})[str(one.number)] = {f"rank_{rank}": by_string}
     note = note_of(sharded_model)
     if note is not None:
         sharded_model.runtime.say_once(note)
-        optimizer[KEY] = together(sharded_model)
+        optimizer[TOGETHER] = together(sharded_model)
     return {"model": weights, "optimizer": optimizer}
+
+
+def host_copy(value: Any) -> Any:
+    """A copy of a nested state in host memory."""
+    if isinstance(value, dict):
+        return {key: host_copy(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [host_copy(item) for item in value]
+    if isinstance(value, ShardOf):
+        return value.host_copy()
+    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
 
 
 def _of_rank_0(rank: int, value: Any) -> Any:

@@ -15,10 +15,9 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.optim import Optimizer
 
 from zc import torch_private
-from zc.checkpoint import other_state
+from zc.checkpoint.other_state import OTHER, TOGETHER, check_together, frozen_of, members_of
 from zc.checkpoint.shards import ReadOnly, ShardOf
 from zc.checkpoint.state import Owned, group_of, groups_of, others, owned, trained
-from zc.checkpoint.together import KEY, check_together, members_of
 from zc.engine.memory_order import in_shape
 from zc.errors import CheckpointError, some
 
@@ -89,7 +88,7 @@ class Target:
 
     def by_string(self, one: ShardedOptimizer) -> dict[str, Any]:
         """What ``one`` kept under strings, on this rank or on rank 0."""
-        by_rank = self.by_name("optimizer", other_state.KEY, str(one.number))
+        by_rank = self.by_name("optimizer", OTHER, str(one.number))
         return next(iter(by_rank.values()), {})
 
     def groups(self) -> list[dict[str, Any]]:
@@ -154,11 +153,11 @@ def add_optimizers(
     to no parameter of theirs, or can't be cut."""
     where, own_rank = target.where, f"rank_{sharded_model.runtime.group.rank}"
     mine = {name: own for name, own in trained(sharded_model).items() if own.optimizer in optimizers}
-    frozen = {name for one in optimizers for name in other_state.frozen_of(one)}
-    ranks_with_others = {(path[2], path[3]) for path in entries if path[:2] == ("optimizer", other_state.KEY)}
+    frozen = {name for one in optimizers for name in frozen_of(one)}
+    ranks_with_others = {(path[2], path[3]) for path in entries if path[:2] == ("optimizer", OTHER)}
     for path, value in entries.items():
         kind = path[1] if path[0] == "optimizer" else None
-        if kind == other_state.KEY:
+        if kind == OTHER:
             if path[3] == (own_rank if (path[2], own_rank) in ranks_with_others else "rank_0"):
                 target.add(path, _whole(value))
         elif kind == "state" and path[2] not in frozen:
@@ -176,7 +175,7 @@ def add_optimizers(
             loaded = _part(where, own, value) if is_own_shape else _whole(value)
             if own.slice is not None:
                 target.add(path, loaded)
-        elif kind in ("state", "param_groups", KEY):
+        elif kind in ("state", "param_groups", TOGETHER):
             target.add(path, _whole(value))
 
 
@@ -263,9 +262,9 @@ def check_groups(sharded_model: ShardedModel, target: Target) -> None:
                 f"{where}: parameter group {number} lacks {some(lacking)}: another optimizer than "
                 f"{type(owners[number].optimizer).__name__}?"
             )
-    saved = {number: names for (number,), names in target.under("optimizer", KEY)}
+    saved = {number: names for (number,), names in target.under("optimizer", TOGETHER)}
     for one in sharded_model.optimizers:
-        has_others = any(True for _ in target.under("optimizer", other_state.KEY, str(one.number)))
+        has_others = any(True for _ in target.under("optimizer", OTHER, str(one.number)))
         check_together(one, members_of(one) if has_others else target.with_state, saved, where)
 
 
@@ -324,7 +323,7 @@ def commit(model: nn.Module, sharded_model: ShardedModel, target: Target) -> Non
 def _commit_others(one: ShardedOptimizer, target: Target, states: Mapping[str, dict[str, Any]]) -> None:
     """Frozen parameters without state in the checkpoint keep theirs: the optimizer's ``__init__`` may have made it."""
     state = one.local.state
-    for name, param in other_state.frozen_of(one).items():
+    for name, param in frozen_of(one).items():
         if name in states:
             state[param] = _placed(states[name], param, one.local)
     if target.has_optimizer:

@@ -21,10 +21,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zc.checkpoint.export import gather_parts
 from zc.checkpoint.folders import latest
-from zc.checkpoint.save_load import load, load_state_dict, save, synchronized
-from zc.checkpoint.state import state_of
+from zc.checkpoint.save_load import load, load_state_dict, save
+from zc.checkpoint.state import state_of, synchronized
+from zc.checkpoint.whole_state import gather_parts
 from zc.optim.assignment import Optimizers
 from zc.registry import COMPILED, sharded
 from zc.whole import full_state_dict

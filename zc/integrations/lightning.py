@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from zc import torch_private
 from zc.api import compile as zc_compile
 from zc.api import make_call, no_sync
-from zc.checkpoint.export import full_optimizer_state
+from zc.checkpoint.whole_state import full_optimizer_state
 from zc.closing import close
 from zc.errors import PlanError
 from zc.guards import NotForDDP
