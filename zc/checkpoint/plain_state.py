@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 
 from zc.checkpoint.other_state import OTHER, TOGETHER, check_together, frozen_of, members_of
 from zc.checkpoint.shards import ShardOf
-from zc.checkpoint.state import groups_of, others, owned
+from zc.checkpoint.state import groups_of, numbered, others, owned
 from zc.checkpoint.target import Path, Target, add_model, add_optimizers, check_groups, check_names
 from zc.engine.memory_order import in_shape
 from zc.errors import CheckpointError
@@ -115,16 +115,17 @@ def add_plain_optimizer(
     come after ``num_groups`` others. Raises CheckpointError if the state belongs to other parameters."""
     optimizers = sharded_model.optimizers if one is None else [one]
     groups = _named_groups(groups_of(optimizers), state["param_groups"], target.where)
-    numbered = {k: name for group in groups for k, name in zip(group.pop("numbers"), group["params"], strict=True)}
+    both = zip(state["param_groups"], groups, strict=True)
+    names = {k: name for theirs, ours in both for k, name in zip(theirs["params"], ours["params"], strict=True)}
     known = {m for each in optimizers for m in (*members_of(each), *frozen_of(each))}
-    has_numbers = len(optimizers) == 1 and all(isinstance(key, int) for key in numbered)
+    has_numbers = len(optimizers) == 1 and all(isinstance(key, int) for key in names)
     entries: dict[Path, Any] = {}
     by_string: dict[str, Any] = {}
     for key, items in state["state"].items():
         if has_numbers and isinstance(key, str):
             by_string[key] = items
             continue
-        name = numbered.get(key, _bare(key, known) if isinstance(key, str) else key)
+        name = names.get(key, _bare(key, known) if isinstance(key, str) else key)
         target.with_state.add(name)
         entries.update({("optimizer", "state", name, option): value for option, value in items.items()})
     by_number = dict(state.get(OTHER, {}))  # of `zc.state_dict`
@@ -159,7 +160,7 @@ def _named_groups(ours: list[dict[str, Any]], groups: Any, where: str) -> list[d
             _bare(m, our["params"]) if isinstance(m, str) else name
             for m, name in zip(their["params"], our["params"], strict=True)
         ]
-        named.append({**their, "params": members, "numbers": list(their["params"])})
+        named.append({**their, "params": members})
     return named
 
 
@@ -239,12 +240,8 @@ def _cut(sharded_model: ShardedModel, one: ShardedOptimizer, state: dict[str, An
     add_plain_optimizer(target, sharded_model, one, state)
     by_string = target.by_string(one)
     check_together(one, members_of(one) if by_string else target.with_state, {}, target.where)
-    numbers: dict[int, int] = {}
-    groups: list[dict[str, Any]] = []
-    for saved, group in zip(state["param_groups"], one.local.param_groups, strict=True):
-        first = len(numbers)
-        numbers.update({id(param): first + k for k, param in enumerate(group["params"])})
-        groups.append({**saved, "params": list(range(first, len(numbers)))})
+    both = zip(state["param_groups"], one.local.param_groups, strict=True)
+    numbers, groups = numbered({**saved, "params": [id(p) for p in ours["params"]]} for saved, ours in both)
     local: dict[Any, Any] = dict(by_string)
     mine, frozen = owned(sharded_model), frozen_of(one)
     for name, values in target.by_name("optimizer", "state").items():

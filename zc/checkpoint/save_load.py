@@ -27,7 +27,7 @@ from zc.checkpoint.folders import Unfinished, partial_of
 from zc.checkpoint.plain_state import from_plain
 from zc.checkpoint.saving import Saving, channel_of, checkpoint_errors, finish_pending
 from zc.checkpoint.state import host_copy, state_of, synchronized
-from zc.checkpoint.target import check_groups, commit, flat_items, make_target
+from zc.checkpoint.target import check_groups, commit, make_target
 from zc.errors import CheckpointError
 from zc.optim.assignment import Optimizers
 from zc.version import __version__
@@ -183,7 +183,9 @@ def _encoded(extra: Mapping[str, Any] | None) -> Tensor:
     return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
 
 
-def _nbytes(tree: dict[str, Any]) -> int:
+def _nbytes(value: Any) -> int:
     """The size of the whole checkpoint, without the files' own overhead."""
-    tensors = [item for item in flat_items(tree).values() if isinstance(item, Tensor)]
-    return sum(t.numel() * t.dtype.itemsize for t in tensors)
+    if isinstance(value, Tensor):
+        return value.numel() * value.dtype.itemsize
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return sum(map(_nbytes, items))

@@ -205,3 +205,16 @@ def groups_of(optimizers: Iterable[ShardedOptimizer]) -> list[dict[str, Any]]:
             params = [m if isinstance(m, str) else names.get(id(m), "") for m in members]
             groups.append({**{key: value for key, value in group.items() if key != "params"}, "params": params})
     return groups
+
+
+def numbered(groups: Iterable[Mapping[str, Any]]) -> tuple[dict[Any, int], list[dict[str, Any]]]:
+    """The number of each member, across all groups as in a plain optimizer's state_dict; and groups with numbers."""
+    numbers: dict[Any, int] = {}
+    with_numbers: list[dict[str, Any]] = []
+    count = 0
+    for group in groups:
+        params = range(count, count + len(group["params"]))
+        numbers.update(zip(group["params"], params, strict=True))
+        with_numbers.append({**group, "params": list(params)})
+        count = params.stop
+    return numbers, with_numbers

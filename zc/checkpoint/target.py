@@ -1,4 +1,14 @@
-"""Loads named tensors into a compiled model, after it has compared all names and shapes."""
+"""Loads a state into a compiled model, after it has compared all names and shapes.
+
+Whatever wrote it, a state is entries by path; a path has the keys of a `zc.state_dict`, one after the other::
+
+    ("model", name)                              a weight, buffer or extra state
+    ("optimizer", "state", name, key)            a state of a parameter
+    ("optimizer", "param_groups", number, key)   an option; other keys below "optimizer": zc/checkpoint/other_state.py
+
+Each format makes the entries of what it has, values in memory or `Stored` ones. `add_model` and `add_optimizers` check
+them and take this rank's part into a `Target`, beside the live state, and `commit` replaces that.
+"""
 
 from __future__ import annotations
 
@@ -30,24 +40,15 @@ if TYPE_CHECKING:
 Path = tuple[Any, ...]  # of a value in the nested state: keys and, in lists, numbers
 
 
-def flat_items(tree: Any, path: Path = ()) -> dict[Path, Any]:
-    """The leaves of nested dicts, and of lists of dicts."""
-    if isinstance(tree, Mapping):
-        return {p: v for key, item in tree.items() for p, v in flat_items(item, (*path, str(key))).items()}
-    if isinstance(tree, list) and any(isinstance(item, Mapping) for item in tree):
-        return {p: v for k, item in enumerate(tree) for p, v in flat_items(item, (*path, k)).items()}
-    return {path: tree}
-
-
 def nested(items: Iterable[tuple[Path, Any]]) -> Any:
-    """The opposite of `flat_items`. DCP flattens lists that contain tensors, too: their keys are numbers."""
+    """The tree that has these leaves. DCP flattens dicts, and lists that contain tensors: their keys are numbers."""
     below: dict[Any, list[tuple[Path, Any]]] = {}
     for path, value in items:
         if not path:
             return value
         below.setdefault(path[0], []).append((path[1:], value))
     tree = {key: nested(values) for key, values in below.items()}
-    return list(tree.values()) if tree and all(isinstance(key, int) for key in tree) else tree
+    return [tree[key] for key in sorted(tree)] if tree and all(isinstance(key, int) for key in tree) else tree
 
 
 @dataclass(frozen=True)
@@ -92,13 +93,7 @@ class Target:
         return next(iter(by_rank.values()), {})
 
     def groups(self) -> list[dict[str, Any]]:
-        groups: dict[int, dict[str, Any]] = {}
-        for (number, option, *deeper), value in self.under("optimizer", "param_groups"):
-            if deeper:  # a list of tensors
-                groups.setdefault(number, {}).setdefault(option, []).append(value)
-            else:
-                groups.setdefault(number, {})[option] = value
-        return [groups[number] for number in sorted(groups)]
+        return nested(self.under("optimizer", "param_groups")) or []
 
     def extra(self) -> Any:
         for _, value in self.under("extra"):
@@ -167,7 +162,10 @@ def add_optimizers(
             own, shape = mine[name], _shape_of(value)
             target.with_state.add(name)
             is_own_shape = len(path) == 4 and shape == own.slot.shape and key != "step"  # as `is_cut`
-            if not (is_own_shape or isinstance(shape, str) or math.prod(shape) == 1) and own.may_be_cut:
+            must_fit = own.may_be_cut
+            if isinstance(value, Stored):  # as the ranks had it that saved: it fits where the parameter is not cut
+                must_fit = own.slice is not None and own.numel != own.slot.numel
+            if must_fit and not (is_own_shape or isinstance(shape, str) or math.prod(shape) == 1):
                 raise CheckpointError(
                     f"{where}: optimizer state {key} of {name} has shape {shape}, the parameter {own.slot.shape}: it "
                     "can't be cut like the parameter"

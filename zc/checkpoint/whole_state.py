@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from zc.checkpoint.other_state import refuse_together, state_by_string, states_of_frozen
 from zc.checkpoint.shards import ShardOf
-from zc.checkpoint.state import groups_of, host_copy, owned, state_of, synchronized
+from zc.checkpoint.state import groups_of, host_copy, numbered, owned, state_of, synchronized
 from zc.engine.memory_order import in_shape
 from zc.optim.assignment import Optimizers, innermost, like_container
 from zc.registry import sharded
@@ -44,7 +44,7 @@ def full_optimizer_state(model: nn.Module, optimizer: Optimizers) -> Any:
     state: dict[str, dict[str, Any]] = state_of(model, sharded_model)["optimizer"]["state"]
     parts = []
     for one in alone or sharded_model.optimizers:
-        numbers, groups = _numbered(one)
+        numbers, groups = numbered(groups_of([one]))
         whole = whole_states(sharded_model, one, state)
         by_number = {numbers[name]: values for name, values in whole.items()}
         parts.append({"state": {**by_number, **host_copy(state_by_string(one))}, "param_groups": groups})
@@ -108,16 +108,3 @@ def _gather(
                 gathered_value = have[0][1]
             whole.setdefault(name, {})[key] = gathered_value
     return whole
-
-
-def _numbered(sharded_optimizer: ShardedOptimizer) -> tuple[dict[str, int], list[dict[str, Any]]]:
-    """Numbers the parameters across all groups, as a plain optimizer's state_dict does."""
-    numbers: dict[str, int] = {}
-    groups: list[dict[str, Any]] = []
-    count = 0
-    for group in groups_of([sharded_optimizer]):
-        names = group["params"]
-        numbers.update({name: count + k for k, name in enumerate(names)})
-        groups.append({**group, "params": list(range(count, count + len(names)))})
-        count += len(names)
-    return numbers, groups
