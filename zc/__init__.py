@@ -8,12 +8,12 @@ from zc.api import clip_grad_norm_, compile, count, flush_state, full_grad, grad
 from zc.checking.check import check
 from zc.checking.report import Report
 from zc.checkpoint.deepspeed import load_universal
-from zc.checkpoint.export import export, full_optimizer_state
 from zc.checkpoint.first_values import initialize
 from zc.checkpoint.folders import latest
-from zc.checkpoint.pretrained import load_pretrained
+from zc.checkpoint.safetensors_files import export, load_pretrained
 from zc.checkpoint.save_load import load, load_state_dict, save, state_dict
 from zc.checkpoint.saving import Saving
+from zc.checkpoint.whole_state import full_optimizer_state
 from zc.closing import close
 from zc.errors import (
     CheckpointError,

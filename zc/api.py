@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zc import guards, torch_private
-from zc.checkpoint import state_marks, stock_state
+from zc.checkpoint import plain_state, stock_state
 from zc.checks import check_initialized, check_shards_fit, is_on_cpu, left_to_ranks
 from zc.compiler import backend as compiler
 from zc.compiler.blocks import Blocks, compile_blocks
@@ -264,7 +264,7 @@ def _install(model: nn.Module, compiled: ShardedModel, call: Callable[..., Any] 
     runtime.install_hooks(runtime.plan.buckets)
     for optimizer in compiled.optimizers:
         replace_methods(model, optimizer)
-    state_marks.install(compiled)
+    plain_state.install_marks(compiled)
     runtime.weights.install_hooks(model)
     torch_private.call_instead(model, call)
     _compile_blocks(model, runtime)

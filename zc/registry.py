@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zc.errors import PlanError
-from zc.optim.assignment import innermost
 
 if TYPE_CHECKING:
     from zc.optim.model import ShardedModel
@@ -29,6 +28,8 @@ def sharded(model: nn.Module) -> ShardedModel:
 
 def is_ours(optimizer: Optimizer) -> bool:
     """Whether a compiled model has this optimizer, or the one that it wraps."""
+    from zc.optim.assignment import innermost  # late: else the longest chain of imports
+
     inside = innermost(optimizer)
     return any(one.optimizer is inside for each in COMPILED.values() for one in each.optimizers)
 

@@ -12,7 +12,7 @@ from torch import nn
 
 import zc
 from zc import guards, torch_private
-from zc.checkpoint import state_marks
+from zc.checkpoint import plain_state
 from zc.engine.buffers import Buffers
 from zc.engine.runtime import Runtime
 from zc.offload.host_step import HostStep
@@ -84,7 +84,7 @@ PLACES = [
     (ShardedOptimizer, "start", 2, {}),
     (HostStep, "__init__", 2, {"offload": "cpu"}),
     (Runtime, "install_hooks", 1, {}),
-    (state_marks, "install", 1, {}),
+    (plain_state, "install_marks", 1, {}),
     (OverlappedWeights, "install_hooks", 1, {"overlap_gather": True}),
     (OverlappedWeights, "count_sharing", 1, {"overlap_gather": True}),
     (guards, "install", 1, {"overlap_gather": True, "backend": "aot_eager"}),

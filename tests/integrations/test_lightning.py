@@ -25,8 +25,8 @@ from torch.utils.data import DataLoader, DistributedSampler
 from training_runs import message_of
 
 import zc
+from zc.integrations.checkpoints import shards_weights
 from zc.integrations.lightning import ZcFabricStrategy, ZcStrategy
-from zc.integrations.whole import shards_weights
 from zc.registry import COMPILED, sharded
 
 Options = dict[str, Any] | None  # of zc.compile; None: DDP

@@ -9,57 +9,67 @@ from __future__ import annotations
 
 import pickle
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from zc.checkpoint.save_load import load_state_dict, synchronized
-from zc.checkpoint.state import groups_of, others, owned, trained
-from zc.checkpoint.target import refuse_other_model
+from zc.checkpoint.saving import channel_of
+from zc.checkpoint.state import groups_of, synchronized, trained
+from zc.checkpoint.target import Target, add_model, add_optimizers, check_groups, commit, refuse_other_model
 from zc.errors import CheckpointError
 from zc.optim.assignment import Optimizers
+
+if TYPE_CHECKING:
+    from zc.optim.model import ShardedModel
 
 
 def load_universal(path: str | Path, model: nn.Module, optimizer: Optimizers) -> None:
     """Loads weights and optimizer states of a DeepSpeed universal checkpoint into a compiled model, under any plan.
 
     ``path`` contains the folder ``zero``. Frozen parameters, buffers and the optimizer's options are not in it and stay
-    as they are. If every parameter has only ``fp32.pt``, the optimizer starts with fresh state. Every rank reads all of
-    it.
+    as they are. If every parameter has only ``fp32.pt``, the optimizer starts with fresh state. Every rank reads all
+    files, one after the other, and keeps its own elements.
 
     Raises:
         CheckpointError: a parameter is missing, extra or of another size, or reading a file would run code from it.
             Nothing is changed.
     """
-    sharded_model, folder = synchronized(model, optimizer), Path(path) / "zero"
+    sharded_model = synchronized(model, optimizer)
+    with channel_of(sharded_model).together(f"loading {path}"):
+        target = _target(Path(path), model, sharded_model)
+    commit(model, sharded_model, target)
+
+
+def _target(path: Path, model: nn.Module, sharded_model: ShardedModel) -> Target:
+    """This rank's part of each file, one file after the other."""
+    folder, mine = path / "zero", trained(sharded_model)
     if not folder.is_dir():
         raise CheckpointError(f"{path} is no universal checkpoint: it has no folder zero")
-    mine = trained(sharded_model)
     names = {file.parent.relative_to(folder).as_posix() for file in folder.rglob("fp32.pt")}
     seconds = model.state_dict(keep_vars=True).keys()  # frozen parameters, and a tied weight's second name
     refuse_other_model(model, str(path), mine.keys() - names, names - mine.keys() - seconds)
-    frozen = {name: own.now for name, own in owned(sharded_model).items() if own.optimizer is None}
-    weights: dict[str, Any] = {**others(model, sharded_model), **frozen}
-    states: dict[str, dict[str, Any]] = {}
+    entries: dict[tuple[Any, ...], Any] = {}
     for name, own in mine.items():
         for file in sorted((folder / name).glob("*.pt")):
             value = _read(file)
             if file.stem == "step":
-                states.setdefault(name, {})["step"] = torch.tensor(float(value))
-                continue
-            if not isinstance(value, Tensor) or value.numel() != own.slot.numel:
+                value = torch.tensor(float(value))
+            elif isinstance(value, Tensor) and value.numel() == own.slot.numel:
+                value = own.part(own.part_of(value.reshape(own.slot.shape)).clone())
+            else:
                 shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
                 raise CheckpointError(f"{file} holds {shape}, the parameter's shape is {own.slot.shape}")
-            value = value.reshape(own.slot.shape)
-            if file.stem == "fp32":
-                weights[name] = value
-            else:
-                states.setdefault(name, {})[file.stem] = value
-    state: dict[str, Any] = {"model": weights}
-    if states:
-        state["optimizer"] = {"state": states, "param_groups": groups_of(sharded_model.optimizers)}
-    load_state_dict(model, optimizer, state)
+            entries[("model", name) if file.stem == "fp32" else ("optimizer", "state", name, file.stem)] = value
+    target = Target(str(path))
+    add_model(target, model, sharded_model, entries)
+    add_optimizers(target, sharded_model, sharded_model.optimizers, entries)
+    target.has_optimizer = bool(target.with_state)
+    for number, group in enumerate(groups_of(sharded_model.optimizers)) if target.has_optimizer else ():
+        for option, value in group.items():
+            target.add(("optimizer", "param_groups", number, option), value)
+    check_groups(sharded_model, target)
+    return target
 
 
 def _read(file: Path) -> Any:

@@ -62,14 +62,11 @@ def fill_modules(
                 with channel_of(sharded_model).together(f"the initialisation of module {path or 'the model itself'}"):
                     run()
                 for name in list(wanted):
-                    slot, values = mine[name].slot, flattened(own[name].detach(), mine[name].slot).contiguous()
+                    values = flattened(own[name].detach(), mine[name].slot).contiguous()
                     runtime.group.broadcast_(values)
                     if values.is_floating_point() and values.isnan().any():
                         continue
-                    part = mine[name].slice
-                    if part is not None:
-                        start, stop = mine[name].start, mine[name].start + mine[name].numel
-                        flattened(part, slot).copy_(values[start:stop])
+                    mine[name].write(mine[name].part_of(values))
                     unset.params.discard(name)
                     wanted.remove(name)
             if not wanted and not unset.buffers_of(module):

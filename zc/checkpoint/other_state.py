@@ -1,18 +1,23 @@
-"""Optimizer state that is not of the slices: of frozen parameters, and under names of the optimizer's own.
+"""Optimizer state that is not of one slice: of frozen parameters, under names of the optimizer's own, and of several
+parameters together.
 
 A frozen parameter stays in its group, and may have state: from before it was frozen, or made by the optimizer's
 ``__init__``, as Adagrad does. Its state is whole on every rank, and `zc.recompile` cuts it once the parameter trains.
-An optimizer may also keep state under a string, such as a count of its own: ``optimizer.state["count"]``::
+An optimizer may also keep state under a string, such as a count of its own: ``optimizer.state["count"]``. And a state
+may belong to several parameters, such as a momentum stacked under a group's first one; it is saved under the parameter
+that stores it, and the checkpoint also lists the parameters that each rank updates::
 
     optimizer.state.<name>.<key>                     of a frozen parameter, as rank 0 has it
-    optimizer.other.<number>.rank_<r>.<key>         under strings, of each rank, by the optimizer's number
+    optimizer.other.<number>.rank_<r>.<key>          under strings, of each rank, by the optimizer's number
+    optimizer.together.<number>                      [["a", "c"], ["b", "d"]]: rank 0 updates a and c
 
-If the state under strings was not shown to be independent of the parameters that a rank updates, it is loaded only
-where the same parameters are updated together (zc/checkpoint/together.py).
+`zc.optim.trials.keeps_state_by_parameter` finds the optimizers that may have the last kind. It is loaded only where one
+rank updates the same parameters in the same order, and so is state under strings of such an optimizer.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -20,9 +25,10 @@ from torch import Tensor
 from zc.errors import CheckpointError
 
 if TYPE_CHECKING:
+    from zc.optim.model import ShardedModel
     from zc.optim.optimizer import ShardedOptimizer
 
-KEY = "other"
+OTHER, TOGETHER = "other", "together"  # keys of a checkpoint, below "optimizer"
 
 
 def frozen_of(one: ShardedOptimizer) -> dict[str, Tensor]:
@@ -64,9 +70,70 @@ def _check_keys(one: ShardedOptimizer, path: str, value: Any) -> None:
         _check_keys(one, f"{path}.{key}", item)
 
 
-def as_lists(value: Any) -> Any:
-    """DCP flattens lists that contain tensors: their keys are numbers in its paths."""
-    if not isinstance(value, dict):
-        return value
-    items = {key: as_lists(item) for key, item in value.items()}
-    return list(items.values()) if items and all(isinstance(key, int) for key in items) else items
+def together(sharded_model: ShardedModel) -> dict[str, list[list[str]]]:
+    """The checkpoint's entry for each such optimizer; equal on every rank."""
+    several = [one for one in sharded_model.optimizers if not one.has_state_by_parameter]
+    return {str(one.number): _updated_by_rank(one) for one in several}
+
+
+def note_of(sharded_model: ShardedModel) -> str | None:
+    """The note for a save, or None."""
+    names = [type(one.optimizer).__name__ for one in sharded_model.optimizers if not one.has_state_by_parameter]
+    if not names:
+        return None
+    return (
+        f"the state of {' and '.join(names)} was not shown to belong to single parameters: it can be loaded only where "
+        "the same parameters are updated together, that is on as many ranks and with the same options of zc.compile"
+    )
+
+
+def check_together(
+    one: ShardedOptimizer, states: Iterable[str], saved: Mapping[str, Sequence[Sequence[str]]], where: str
+) -> None:
+    """Raises CheckpointError, on every rank, if this optimizer can't use the checkpoint's states. ``states`` are their
+    parameter names. ``saved`` is from `together`; without an entry for this optimizer, one process updated all."""
+    members = members_of(one)
+    if one.has_state_by_parameter or not set(states) & set(members):
+        return
+    theirs = [list(names) for names in saved.get(str(one.number), [members])]
+    ours = _updated_by_rank(one)
+    for rank, names in enumerate(ours):
+        if names and names not in theirs:
+            raise CheckpointError(
+                f"{where}: its {type(one.optimizer).__name__} state belongs to parameters together, and is of "
+                f"{len(theirs)} rank(s) that updated {_shown(theirs)}; here rank {rank} of {len(ours)} updates "
+                f"{_shown([names])}. Such a state can't be divided: load it on {len(theirs)} rank(s) with the same "
+                "options, or load the weights alone, by zc.load_state_dict without the key 'optimizer'"
+            )
+
+
+def refuse_together(sharded_model: ShardedModel, optimizers: Iterable[ShardedOptimizer], what: str) -> None:
+    """Raises CheckpointError if ``what`` needs a state per parameter and an optimizer may not have that."""
+    for one in optimizers:
+        if not one.has_state_by_parameter and sharded_model.runtime.group.shard.world_size > 1:
+            raise CheckpointError(
+                f"{what}: the state of {type(one.optimizer).__name__} was not shown to belong to single parameters, so "
+                "the parts of several ranks are not the state of one process: use zc.save and zc.load, on as many ranks"
+            )
+
+
+def members_of(one: ShardedOptimizer) -> list[str]:
+    return [member for members in one.members for member in members if isinstance(member, str)]
+
+
+def _updated_by_rank(one: ShardedOptimizer) -> list[list[str]]:
+    """For each rank, the parameters of which it updates any element, in the order of the groups."""
+    slots = {slot.name: (bucket.layout, slot) for bucket in one.buckets for slot in bucket.slots}
+    ranges = {
+        name: [layout.owned(slot, rank) for rank in range(one.runtime.group.shard.world_size)]
+        for name, (layout, slot) in slots.items()
+    }
+    return [
+        [name for name in members_of(one) if ranges[name][rank][0] < ranges[name][rank][1]]
+        for rank in range(one.runtime.group.shard.world_size)
+    ]
+
+
+def _shown(lists: Sequence[Sequence[str]], at_most: int = 4) -> str:
+    texts = [", ".join(names[:at_most]) + (", ..." if len(names) > at_most else "") for names in lists[:at_most]]
+    return "; ".join(f"({text})" for text in texts) + ("; ..." if len(lists) > at_most else "")

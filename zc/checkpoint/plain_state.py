@@ -1,28 +1,46 @@
-"""Loads plain state dicts: whole tensors by name, or by number as in an unsharded optimizer's state_dict."""
+"""Plain state dicts: whole tensors by name, or by number as an unsharded optimizer has them; and the mark of a part.
+
+With several ranks, the caller's optimizer has only this rank's slices. Its state_dict is therefore a part, and another
+rank's part may have the same shapes. The mark consists of plain values that ``torch.load(weights_only=True)`` reads::
+
+    state["zc"] = {"rank": 1, "world_size": 2, "plan": "5f0c..."}       no mark on one rank: that state is whole
+
+| argument of load_state_dict | result |
+|---|---|
+| this rank's own part, of this plan | loaded, as in PyTorch |
+| no mark: a whole state, of DDP, of one process, of `zc.full_optimizer_state` | this rank's part of it is loaded |
+| another rank's part, or a part of another plan | CheckpointError; nothing is changed |
+
+A script's ranks may load one after another, with barriers between, or only some may load. So loading waits for no other
+rank. Its outcome goes into the rank's journal (zc/ranks/watch.py), which ranks compare before the next update. If one
+rank loaded a state and another refused or never loaded, every rank raises RankMismatchError before the update.
+"""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
+from torch.optim import Optimizer
 
-from zc.checkpoint import other_state
-from zc.checkpoint.shards import ReadOnly, ShardOf
-from zc.checkpoint.state import Owned, groups_of, others, owned, trained
-from zc.checkpoint.target import Target, check_groups, check_names, flat_items
-from zc.checkpoint.together import KEY
-from zc.engine.memory_order import is_cut
+from zc.checkpoint.other_state import OTHER, TOGETHER, check_together, frozen_of, members_of
+from zc.checkpoint.shards import ShardOf
+from zc.checkpoint.state import groups_of, numbered, others, owned
+from zc.checkpoint.target import Path, Target, add_model, add_optimizers, check_groups, check_names
+from zc.engine.memory_order import in_shape
 from zc.errors import CheckpointError
 from zc.optim.assignment import parts_of
+from zc.planning.plan import Plan
+from zc.ranks.journal import LOADED
 
 if TYPE_CHECKING:
     from zc.optim.model import ShardedModel
     from zc.optim.optimizer import ShardedOptimizer
 
 
-PART_KEY = "zc"  # in an optimizer's state_dict: it is one rank's part (zc/checkpoint/state_marks.py)
+PART_KEY = "zc"  # in an optimizer's state_dict: it is one rank's part
 WAYS = (
     "call zc.full_optimizer_state(model, optimizer) on every rank and save what it gives on rank 0, which "
     "optimizer.load_state_dict and zc.load_state_dict take on every rank, or use zc.save and zc.load"
@@ -37,25 +55,16 @@ def from_plain(model: nn.Module, sharded_model: ShardedModel, state: Mapping[str
         raise TypeError(
             'a state has the key "model", and "optimizer" where it has one: {"model": ..., "optimizer": ...}'
         )
-    where = "the given state"
-    target, mine, rest = Target(where), owned(sharded_model), others(model, sharded_model)
-    wanted = {*mine, *rest, *model.state_dict(keep_vars=True)}
+    optimizer = state.get("optimizer")
+    target = Target("the given state", has_optimizer=optimizer is not None)
+    wanted = {*owned(sharded_model), *others(model, sharded_model), *model.state_dict(keep_vars=True)}
     names = _without_wrappers(list(state["model"]), wanted)
     given = zip(names, state["model"].values(), strict=True)
     weights = {name: v.full_tensor() if hasattr(v, "full_tensor") else v for name, v in given}
-    check_names(model, sharded_model, set(weights), where)
-    for name in (*mine, *rest):
-        value = weights[name]
-        shape = mine[name].slot.shape if name in mine else getattr(rest[name], "shape", None)
-        if shape is not None and tuple(getattr(value, "shape", ())) != tuple(shape):
-            raise CheckpointError(f"{where}: {name} has shape {tuple(value.shape)}, the model's is {tuple(shape)}")
-        if name in mine:
-            _check_part(mine[name], name, value, where)
-        target.add(("model", name), _part(mine.get(name), value))
-    optimizer = state.get("optimizer")
-    target.has_optimizer = optimizer is not None
+    check_names(model, sharded_model, set(weights), target.where)
+    add_model(target, model, sharded_model, {("model", name): value for name, value in weights.items()})
     if optimizer is not None:
-        _add_optimizer(sharded_model, target, optimizer)
+        _add_whole_optimizers(target, sharded_model, optimizer)
     check_groups(sharded_model, target)
     return target
 
@@ -63,34 +72,19 @@ def from_plain(model: nn.Module, sharded_model: ShardedModel, state: Mapping[str
 def from_optimizer_state(sharded_model: ShardedModel, state: Any) -> Target:
     """As `from_plain`, from the state of the optimizers alone."""
     target = Target("the given state")
-    _add_optimizer(sharded_model, target, state)
+    _add_whole_optimizers(target, sharded_model, state)
     check_groups(sharded_model, target)
     return target
 
 
-def _add_optimizer(sharded_model: ShardedModel, target: Target, optimizer: Any) -> None:
-    where = target.where
-    states: dict[str, dict[str, Any]] = {}
-    groups: list[dict[str, Any]] = []
-    saved: Mapping[str, Any] = {}
-    by_string: dict[str, Any] = {}
-    rank = f"rank_{sharded_model.runtime.group.rank}"
-    for one, part in _parts(sharded_model, optimizer, where):
-        if PART_KEY in part:
-            mark = text_of_mark(part[PART_KEY])
-            raise CheckpointError(f"{where}: its optimizer state is {mark}, and a whole one is wanted: {WAYS}")
-        part_states, part_groups, names, part_by_string = optimizer_part(sharded_model, part, where, one)
-        target.with_state.update(names)
-        for number, by_rank in part.get(other_state.KEY, {}).items():  # of `zc.state_dict`
-            by_string[number] = _part(None, {rank: by_rank[rank if rank in by_rank else "rank_0"]})
-        if part_by_string:
-            by_string[str((one or sharded_model.optimizers[0]).number)] = {rank: part_by_string}
-        states.update(part_states)
-        groups += part_groups
-        saved = part.get(KEY, saved)
-    tree = {"state": states, "param_groups": groups, KEY: saved, other_state.KEY: by_string}
-    for path, value in flat_items(tree, ("optimizer",)).items():
-        target.add(path, value)
+def _add_whole_optimizers(target: Target, sharded_model: ShardedModel, optimizer: Any) -> None:
+    num_groups = 0
+    for one, state in _parts(sharded_model, optimizer, target.where):
+        if PART_KEY in state:
+            mark = text_of_mark(state[PART_KEY])
+            raise CheckpointError(f"{target.where}: its optimizer state is {mark}, and a whole one is wanted: {WAYS}")
+        add_plain_optimizer(target, sharded_model, one, state, num_groups)
+        num_groups += len(state["param_groups"])
 
 
 def _parts(
@@ -110,73 +104,40 @@ def _parts(
     return list(zip(sharded_model.optimizers, parts, strict=True))
 
 
-def optimizer_part(
-    sharded_model: ShardedModel, state: Mapping[str, Any], where: str, one: ShardedOptimizer | None
-) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]], list[str], dict[str, Any]]:
-    """Returns this rank's part of a whole optimizer state by parameter name, the groups with names for members, the
-    names of all parameters with state, and the state under strings. ``one``: whose state it is; None: one state for all
-    optimizers. Raises CheckpointError if the state belongs to other parameters."""
+def add_plain_optimizer(
+    target: Target,
+    sharded_model: ShardedModel,
+    one: ShardedOptimizer | None,
+    state: Mapping[str, Any],
+    num_groups: int = 0,
+) -> None:
+    """Adds the state of ``one``, with parameters by name or by number; None: one state for all optimizers. Its groups
+    come after ``num_groups`` others. Raises CheckpointError if the state belongs to other parameters."""
     optimizers = sharded_model.optimizers if one is None else [one]
-    groups = _named_groups(groups_of(optimizers), state["param_groups"], where)
-    numbered = {k: name for group in groups for k, name in zip(group.pop("numbers"), group["params"], strict=True)}
-    mine = {name: own for name, own in trained(sharded_model).items() if own.optimizer in optimizers}
-    frozen = {name for each in optimizers for name in other_state.frozen_of(each)}
-    has_numbers = len(optimizers) == 1 and all(isinstance(key, int) for key in numbered)
+    groups = _named_groups(groups_of(optimizers), state["param_groups"], target.where)
+    both = zip(state["param_groups"], groups, strict=True)
+    names = {k: name for theirs, ours in both for k, name in zip(theirs["params"], ours["params"], strict=True)}
+    known = {m for each in optimizers for m in (*members_of(each), *frozen_of(each))}
+    has_numbers = len(optimizers) == 1 and all(isinstance(key, int) for key in names)
+    entries: dict[Path, Any] = {}
     by_string: dict[str, Any] = {}
-    states: dict[str, dict[str, Any]] = {}
-    names: list[str] = []
-    for key, values in state["state"].items():
-        name = numbered.get(key, _bare(key, mine.keys() | frozen) if isinstance(key, str) else key)
+    for key, items in state["state"].items():
         if has_numbers and isinstance(key, str):
-            by_string[key] = _part(None, values)
+            by_string[key] = items
             continue
-        if name in frozen:
-            states[name] = _part(None, values)
-            continue
-        if name not in mine:
-            raise CheckpointError(f"{where} has optimizer state for {name}, which is in no parameter group here")
-        own = mine[name]
-        names.append(name)
-        assert own.optimizer is not None
-        cuts = not own.optimizer.rule.whole and sharded_model.runtime.group.shard.world_size > 1
-        for option, value in values.items():
-            whole = is_cut(option, value, torch.Size(own.slot.shape))
-            if isinstance(value, Tensor) and not whole and value.numel() != 1 and cuts:
-                raise CheckpointError(
-                    f"{where}: optimizer state {option} of {name} has shape {tuple(value.shape)}, the parameter "
-                    f"{own.slot.shape}"
-                )
-            _check_part(own, name, value, where)
-            if own.slice is not None:
-                states.setdefault(name, {})[option] = _part(own if whole else None, value)
-    return states, groups, names, by_string
-
-
-def _check_part(own: Owned, name: str, value: Any, where: str) -> None:
-    """Raises CheckpointError if ``value`` is another rank's part."""
-    if not isinstance(value, ShardOf) or (value.start, value.local.numel()) == (own.start, own.numel):
-        return
-    start, stop = value.start, value.start + value.local.numel()
-    raise CheckpointError(
-        f"{where} has elements [{start}, {stop}) of {name}, another rank's part: here are [{own.start}, "
-        f"{own.start + own.numel}). Every rank gives its own part, through torch.distributed.checkpoint, or all give a "
-        "whole state: StateDictOptions(full_state_dict=True), or zc.full_optimizer_state"
-    )
-
-
-def _part(own: Owned | None, value: Any) -> Any:
-    """A copy of this rank's part, or of a nested state: the caller's tensor is never kept."""
-    if isinstance(value, Mapping):
-        return {key: _part(None, item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_part(None, item) for item in value]
-    if isinstance(value, ReadOnly):
-        return value.local.detach().clone().view(value.shape)
-    if isinstance(value, ShardOf):
-        return value.with_local(value.local.detach().clone())
-    if own is not None and own.slot.numel:
-        return own.part(own.part_of(value.detach()).clone())
-    return value.detach().clone() if isinstance(value, Tensor) else value
+        name = names.get(key, _bare(key, known) if isinstance(key, str) else key)
+        target.with_state.add(name)
+        entries.update({("optimizer", "state", name, option): value for option, value in items.items()})
+    by_number = dict(state.get(OTHER, {}))  # of `zc.state_dict`
+    if by_string:
+        by_number[str(optimizers[0].number)] = {f"rank_{sharded_model.runtime.group.rank}": by_string}
+    for number, by_rank in by_number.items():
+        for rank, items in by_rank.items():
+            entries.update({("optimizer", OTHER, number, rank, key): item for key, item in items.items()})
+    entries.update({("optimizer", TOGETHER, number): names for number, names in state.get(TOGETHER, {}).items()})
+    for number, group in enumerate(groups, num_groups):
+        entries.update({("optimizer", "param_groups", number, option): value for option, value in group.items()})
+    add_optimizers(target, sharded_model, optimizers, entries)
 
 
 def text_of_mark(mark: Any) -> str:
@@ -199,7 +160,7 @@ def _named_groups(ours: list[dict[str, Any]], groups: Any, where: str) -> list[d
             _bare(m, our["params"]) if isinstance(m, str) else name
             for m, name in zip(their["params"], our["params"], strict=True)
         ]
-        named.append({**their, "params": members, "numbers": list(their["params"])})
+        named.append({**their, "params": members})
     return named
 
 
@@ -219,3 +180,89 @@ def _bare(name: str, wanted: Collection[str]) -> str:
     while name not in wanted and name.startswith(PREFIXES):
         name = name.partition(".")[2]
     return name
+
+
+def install_marks(sharded_model: ShardedModel) -> None:
+    """Registers hooks on the caller's optimizers, for as long as these live."""
+    for one in sharded_model.optimizers:
+        _install(sharded_model, one)
+
+
+def _install(sharded_model: ShardedModel, one: ShardedOptimizer) -> None:
+
+    def mark(optimizer: Optimizer, state: dict[str, Any]) -> None:
+        runtime = sharded_model.runtime
+        runtime.wait_for_host_memory()  # offload: an update may be running, and the caller saves this next
+        ranks = runtime.group.shard
+        if ranks.world_size > 1:
+            state[PART_KEY] = _mark(sharded_model)
+            runtime.say_once(
+                f"optimizer.state_dict() is this rank's part of {ranks.world_size}, and only this rank "
+                f"{'and its replicas ' if runtime.group.replicas is not None else ''}can load it again. For a whole "
+                f"one, {WAYS}"
+            )
+
+    def take(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
+        journal = sharded_model.runtime.group.journal
+        sharded_model.runtime.streams.synchronize()  # so that launched work precedes this entry in every rank's journal
+        is_accepted = False
+        try:
+            fitting = _fitting(sharded_model, one, state)
+            is_accepted = True
+        finally:
+            if journal is not None:
+                journal.enter(LOADED, int(is_accepted))
+        return fitting
+
+    one.optimizer.register_state_dict_post_hook(mark)
+    one.optimizer.register_load_state_dict_pre_hook(take)
+
+
+def _fitting(sharded_model: ShardedModel, one: ShardedOptimizer, state: dict[str, Any]) -> dict[str, Any] | None:
+    """The state that torch should load instead of ``state``; None: ``state`` itself."""
+    mark, own = state.get(PART_KEY), _mark(sharded_model)
+    if mark == own:
+        return None
+    if mark is None:
+        both = (state["param_groups"], one.local.param_groups)
+        sizes, ours = ([len(group["params"]) for group in groups] for groups in both)
+        return None if own["world_size"] == 1 and sizes == ours else _cut(sharded_model, one, state)
+    if isinstance(mark, dict) and {**mark, "rank": own["rank"]} == own:
+        why = f"and this is rank {own['rank']}"
+    else:
+        why = f"made under another plan: this is rank {own['rank']} of {own['world_size']}"
+    raise CheckpointError(f"the given optimizer state is {text_of_mark(mark)}, {why}. Nothing is changed: {WAYS}")
+
+
+def _cut(sharded_model: ShardedModel, one: ShardedOptimizer, state: dict[str, Any]) -> dict[str, Any]:
+    """Cuts a whole state to the part that this rank's optimizer would have saved."""
+    target = Target("the given optimizer state")
+    add_plain_optimizer(target, sharded_model, one, state)
+    by_string = target.by_string(one)
+    check_together(one, members_of(one) if by_string else target.with_state, {}, target.where)
+    both = zip(state["param_groups"], one.local.param_groups, strict=True)
+    numbers, groups = numbered({**saved, "params": [id(p) for p in ours["params"]]} for saved, ours in both)
+    local: dict[Any, Any] = dict(by_string)
+    mine, frozen = owned(sharded_model), frozen_of(one)
+    for name, values in target.by_name("optimizer", "state").items():
+        local[numbers[id(frozen[name] if name in frozen else one.slices[name])]] = {
+            key: in_shape(value.local, mine[name].slot) if isinstance(value, ShardOf) else value
+            for key, value in values.items()
+        }
+    return {**state, "state": local, "param_groups": groups}
+
+
+def _mark(sharded_model: ShardedModel) -> dict[str, Any]:
+    group = sharded_model.runtime.group.shard
+    return {"rank": group.rank, "world_size": group.world_size, "plan": _digest(sharded_model.runtime.plan)}
+
+
+def _digest(plan: Plan) -> str:
+    """Identifies which elements each rank owns."""
+    digest = hashlib.sha256(str(plan.world_size).encode())
+    for bucket in plan.buckets:
+        layout = bucket.layout
+        for slot in bucket.slots:
+            where = f"{slot.offset} {layout.numel_shard} {layout.owners}{slot.strides or ''} {layout.num_hosts}"
+            digest.update(f"{slot.name} {slot.shape} {where}\n".encode())
+    return digest.hexdigest()[:16]

@@ -14,7 +14,7 @@ import io
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,16 +26,11 @@ from zc.checkpoint.files import Reader, Writer
 from zc.checkpoint.folders import Unfinished, partial_of
 from zc.checkpoint.plain_state import from_plain
 from zc.checkpoint.saving import Saving, channel_of, checkpoint_errors, finish_pending
-from zc.checkpoint.shards import ShardOf
-from zc.checkpoint.state import state_of
-from zc.checkpoint.target import check_groups, commit, flat_items, make_target
-from zc.errors import CheckpointError, PlanError
-from zc.optim.assignment import Optimizers, optimizers_in
-from zc.registry import sharded
+from zc.checkpoint.state import host_copy, state_of, synchronized
+from zc.checkpoint.target import check_groups, commit, make_target
+from zc.errors import CheckpointError
+from zc.optim.assignment import Optimizers
 from zc.version import __version__
-
-if TYPE_CHECKING:
-    from zc.optim.model import ShardedModel
 
 
 def state_dict(model: nn.Module, optimizer: Optimizers) -> dict[str, Any]:
@@ -176,25 +171,6 @@ class _Planner(DefaultLoadPlanner):
         self.original_state_dict[read_item.dest_index.fqn] = self.state_dict[read_item.dest_index.fqn]
 
 
-def synchronized(model: nn.Module, optimizer: Optimizers) -> ShardedModel:
-    """The sharded model, after everything that reads or writes masters or states has finished."""
-    sharded_model = sharded(model)
-    optimizers = optimizers_in(optimizer)
-    if [id(one) for one in optimizers] != [id(each.optimizer) for each in sharded_model.optimizers]:
-        names = " and ".join(type(one).__name__ for one in optimizers)
-        ours = ", ".join(type(each.optimizer).__name__ for each in sharded_model.optimizers)
-        raise PlanError(
-            f"this {names} is not what {type(model).__name__} was compiled with: give the same {ours}"
-            f"{' in that order, as zc.compile was given them' if len(sharded_model.optimizers) > 1 else ''}"
-        )
-    for each in sharded_model.optimizers:
-        each.look_at_groups()
-    runtime = sharded_model.runtime
-    runtime.weights.synchronize()  # overlap_gather: gathers that step() started may still read the masters
-    runtime.streams.synchronize()  # the host reads and writes masters and states, in any thread
-    return sharded_model
-
-
 def _encoded(extra: Mapping[str, Any] | None) -> Tensor:
     """``torch.save`` as uint8. Refuses objects that could not be loaded without running code from the file."""
     buffer = io.BytesIO()
@@ -207,18 +183,9 @@ def _encoded(extra: Mapping[str, Any] | None) -> Tensor:
     return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
 
 
-def host_copy(value: Any) -> Any:
-    """A copy of a nested state in host memory."""
-    if isinstance(value, dict):
-        return {key: host_copy(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [host_copy(item) for item in value]
-    if isinstance(value, ShardOf):
-        return value.host_copy()
-    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
-
-
-def _nbytes(tree: dict[str, Any]) -> int:
+def _nbytes(value: Any) -> int:
     """The size of the whole checkpoint, without the files' own overhead."""
-    tensors = [item for item in flat_items(tree).values() if isinstance(item, Tensor)]
-    return sum(t.numel() * t.dtype.itemsize for t in tensors)
+    if isinstance(value, Tensor):
+        return value.numel() * value.dtype.itemsize
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return sum(map(_nbytes, items))

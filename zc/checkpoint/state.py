@@ -8,17 +8,38 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from zc.checkpoint import other_state
+from zc.checkpoint.other_state import OTHER, TOGETHER, note_of, state_by_string, states_of_frozen, together
 from zc.checkpoint.shards import ReadOnly, ShardOf
-from zc.checkpoint.together import KEY, note_of, together
 from zc.engine.memory_order import flattened, is_cut
-from zc.errors import CheckpointError
+from zc.errors import CheckpointError, PlanError
+from zc.optim.assignment import Optimizers, optimizers_in
 from zc.planning.layout import Slot
+from zc.registry import sharded
 
 if TYPE_CHECKING:
     from zc.optim.model import ShardedModel
     from zc.optim.optimizer import ShardedOptimizer
+
+
+def synchronized(model: nn.Module, optimizer: Optimizers) -> ShardedModel:
+    """The sharded model, after everything that reads or writes masters or states has finished."""
+    sharded_model = sharded(model)
+    optimizers = optimizers_in(optimizer)
+    if [id(one) for one in optimizers] != [id(each.optimizer) for each in sharded_model.optimizers]:
+        names = " and ".join(type(one).__name__ for one in optimizers)
+        ours = ", ".join(type(each.optimizer).__name__ for each in sharded_model.optimizers)
+        raise PlanError(
+            f"this {names} is not what {type(model).__name__} was compiled with: give the same {ours}"
+            f"{' in that order, as zc.compile was given them' if len(sharded_model.optimizers) > 1 else ''}"
+        )
+    for each in sharded_model.optimizers:
+        each.look_at_groups()
+    runtime = sharded_model.runtime
+    runtime.weights.synchronize()  # overlap_gather: gathers that step() started may still read the masters
+    runtime.streams.synchronize()  # the host reads and writes masters and states, in any thread
+    return sharded_model
 
 
 @dataclass(frozen=True)
@@ -32,6 +53,12 @@ class Owned:
     numel: int
     slice: Tensor | None
     dtype: torch.dtype
+
+    @property
+    def may_be_cut(self) -> bool:
+        """Whether ranks may divide it, so that each of its states must have its shape, or be one number."""
+        one = self.optimizer
+        return one is not None and not one.rule.whole and one.runtime.group.shard.world_size > 1
 
     def part(self, local: Tensor) -> ShardOf:
         """``local``: these elements in the slot's order; or, if they are the whole parameter, in its shape."""
@@ -51,6 +78,11 @@ class Owned:
 
     def part_of(self, whole: Tensor) -> Tensor:
         return flattened(whole, self.slot)[self.start : self.start + self.numel]
+
+    def write(self, local: Tensor) -> None:
+        """Writes these elements, 1-D, if the rank has any."""
+        if self.slice is not None:
+            flattened(self.slice.detach(), self.slot).copy_(local)
 
 
 def owned(sharded_model: ShardedModel) -> dict[str, Owned]:
@@ -114,16 +146,27 @@ def state_of(model: nn.Module, sharded_model: ShardedModel) -> dict[str, Any]:
     weights.update({name: _of_rank_0(rank, value) for name, value in others(model, sharded_model).items()})
     optimizer: dict[str, Any] = {"state": states, "param_groups": groups_of(sharded_model.optimizers)}
     for one in sharded_model.optimizers:
-        for name, state in other_state.states_of_frozen(one).items():
+        for name, state in states_of_frozen(one).items():
             states[name] = {key: _of_rank_0(rank, value) for key, value in state.items()}
-        by_string = other_state.state_by_string(one)
+        by_string = state_by_string(one)
         if by_string:
-            optimizer.setdefault(other_state.KEY, {})[str(one.number)] = {f"rank_{rank}": by_string}
+            optimizer.setdefault(OTHER, {})[str(one.number)] = {f"rank_{rank}": by_string}
     note = note_of(sharded_model)
     if note is not None:
         sharded_model.runtime.say_once(note)
-        optimizer[KEY] = together(sharded_model)
+        optimizer[TOGETHER] = together(sharded_model)
     return {"model": weights, "optimizer": optimizer}
+
+
+def host_copy(value: Any) -> Any:
+    """A copy of a nested state in host memory."""
+    if isinstance(value, dict):
+        return {key: host_copy(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [host_copy(item) for item in value]
+    if isinstance(value, ShardOf):
+        return value.host_copy()
+    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
 
 
 def _of_rank_0(rank: int, value: Any) -> Any:
@@ -147,6 +190,11 @@ def _check_parts(name: str, mine: Owned, state: Mapping[str, Any]) -> None:
             )
 
 
+def group_of(optimizer: Optimizer, param: Tensor) -> dict[str, Any]:
+    """The parameter group of a slice, or of a frozen parameter."""
+    return next(group for group in optimizer.param_groups if any(one is param for one in group["params"]))
+
+
 def groups_of(optimizers: Iterable[ShardedOptimizer]) -> list[dict[str, Any]]:
     """The groups of these optimizers, in order, as torch.distributed.checkpoint.state_dict has them: with the names of
     all their parameters, frozen ones included, the same on every rank."""
@@ -157,3 +205,16 @@ def groups_of(optimizers: Iterable[ShardedOptimizer]) -> list[dict[str, Any]]:
             params = [m if isinstance(m, str) else names.get(id(m), "") for m in members]
             groups.append({**{key: value for key, value in group.items() if key != "params"}, "params": params})
     return groups
+
+
+def numbered(groups: Iterable[Mapping[str, Any]]) -> tuple[dict[Any, int], list[dict[str, Any]]]:
+    """The number of each member, across all groups as in a plain optimizer's state_dict; and groups with numbers."""
+    numbers: dict[Any, int] = {}
+    with_numbers: list[dict[str, Any]] = []
+    count = 0
+    for group in groups:
+        params = range(count, count + len(group["params"]))
+        numbers.update(zip(group["params"], params, strict=True))
+        with_numbers.append({**group, "params": list(params)})
+        count = params.stop
+    return numbers, with_numbers

@@ -25,13 +25,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zc import torch_private
-from zc.checkpoint.export import whole_states
+from zc.checkpoint.other_state import refuse_together
 from zc.checkpoint.plain_state import from_optimizer_state
-from zc.checkpoint.save_load import host_copy, synchronized
 from zc.checkpoint.saving import channel_of
-from zc.checkpoint.state import state_of, trained
+from zc.checkpoint.state import group_of, host_copy, state_of, synchronized, trained
 from zc.checkpoint.target import commit
-from zc.checkpoint.together import refuse_together
+from zc.checkpoint.whole_state import whole_states
 from zc.errors import CheckpointError, PlanError
 from zc.optim.trials import update_copy
 from zc.registry import COMPILED, is_ours
@@ -137,7 +136,7 @@ def _first_states(sharded_model: ShardedModel) -> dict[str, dict[str, Any]]:
         if own.slice is None or own.optimizer is None or not own.slot.numel:
             continue
         optimizer, value = own.optimizer.local, own.slice.detach()
-        group = next(g for g in optimizer.param_groups if any(p is own.slice for p in g["params"]))
+        group = group_of(optimizer, own.slice)
         try:
             (updated,) = update_copy(optimizer, group, [value], [[torch.zeros_like(value)]], seed=1)
         except Exception as error:

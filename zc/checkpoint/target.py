@@ -1,24 +1,34 @@
-"""Loads named tensors into a compiled model, after it has compared all names and shapes."""
+"""Loads a state into a compiled model, after it has compared all names and shapes.
+
+Whatever wrote it, a state is entries by path; a path has the keys of a `zc.state_dict`, one after the other::
+
+    ("model", name)                              a weight, buffer or extra state
+    ("optimizer", "state", name, key)            a state of a parameter
+    ("optimizer", "param_groups", number, key)   an option; other keys below "optimizer": zc/checkpoint/other_state.py
+
+Each format makes the entries of what it has, values in memory or `Stored` ones. `add_model` and `add_optimizers` check
+them and take this rank's part into a `Target`, beside the live state, and `commit` replaces that.
+"""
 
 from __future__ import annotations
 
 import io
+import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 from torch.optim import Optimizer
 
 from zc import torch_private
-from zc.checkpoint import other_state
-from zc.checkpoint.shards import ShardOf
-from zc.checkpoint.state import groups_of, others, owned
-from zc.checkpoint.together import KEY, check_together, members_of
-from zc.engine.memory_order import flattened, in_shape
+from zc.checkpoint.other_state import OTHER, TOGETHER, check_together, frozen_of, members_of
+from zc.checkpoint.shards import ReadOnly, ShardOf
+from zc.checkpoint.state import Owned, group_of, groups_of, others, owned, trained
+from zc.engine.memory_order import in_shape
 from zc.errors import CheckpointError, some
 
 if TYPE_CHECKING:
@@ -30,19 +40,29 @@ if TYPE_CHECKING:
 Path = tuple[Any, ...]  # of a value in the nested state: keys and, in lists, numbers
 
 
-def flat_items(tree: Any, path: Path = ()) -> dict[Path, Any]:
-    """The leaves of nested dicts, and of lists of dicts."""
-    if isinstance(tree, Mapping):
-        return {p: v for key, item in tree.items() for p, v in flat_items(item, (*path, str(key))).items()}
-    if isinstance(tree, list) and any(isinstance(item, Mapping) for item in tree):
-        return {p: v for k, item in enumerate(tree) for p, v in flat_items(item, (*path, k)).items()}
-    return {path: tree}
+def nested(items: Iterable[tuple[Path, Any]]) -> Any:
+    """The tree that has these leaves. DCP flattens dicts, and lists that contain tensors: their keys are numbers."""
+    below: dict[Any, list[tuple[Path, Any]]] = {}
+    for path, value in items:
+        if not path:
+            return value
+        below.setdefault(path[0], []).append((path[1:], value))
+    tree = {key: nested(values) for key, values in below.items()}
+    return [tree[key] for key in sorted(tree)] if tree and all(isinstance(key, int) for key in tree) else tree
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor that a file has. In a target it is memory, into which DCP reads."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
 
 
 @dataclass
 class Target:
-    """Memory that a checkpoint is read into, beside the live state. ``items`` are by DCP's key; ``paths`` gives the
-    place of each key in the nested state."""
+    """What is loaded, beside the live state. ``items`` are by DCP's key; ``paths`` gives the place of each key in the
+    nested state."""
 
     where: str
     items: dict[str, Any] = field(default_factory=dict)
@@ -60,14 +80,20 @@ class Target:
             if path[: len(prefix)] == prefix:
                 yield path[len(prefix) :], self.items[key]
 
+    def by_name(self, *prefix: Any) -> dict[Any, dict[Any, Any]]:
+        """The values of each key, of each name below ``prefix``."""
+        items: dict[Any, dict[Any, list[tuple[Path, Any]]]] = {}
+        for (name, key, *deeper), value in self.under(*prefix):
+            items.setdefault(name, {}).setdefault(key, []).append((tuple(deeper), value))
+        return {name: {key: nested(values) for key, values in by_key.items()} for name, by_key in items.items()}
+
+    def by_string(self, one: ShardedOptimizer) -> dict[str, Any]:
+        """What ``one`` kept under strings, on this rank or on rank 0."""
+        by_rank = self.by_name("optimizer", OTHER, str(one.number))
+        return next(iter(by_rank.values()), {})
+
     def groups(self) -> list[dict[str, Any]]:
-        groups: dict[int, dict[str, Any]] = {}
-        for (number, option, *deeper), value in self.under("optimizer", "param_groups"):
-            if deeper:  # a list of tensors
-                groups.setdefault(number, {}).setdefault(option, []).append(value)
-            else:
-                groups.setdefault(number, {})[option] = value
-        return [groups[number] for number in sorted(groups)]
+        return nested(self.under("optimizer", "param_groups")) or []
 
     def extra(self) -> Any:
         for _, value in self.under("extra"):
@@ -75,68 +101,117 @@ class Target:
         return {}
 
 
+def _stored(entry: Any) -> Any:
+    return Stored(tuple(entry.size), entry.properties.dtype) if isinstance(entry, TensorStorageMetadata) else entry
+
+
 def make_target(model: nn.Module, sharded_model: ShardedModel, metadata: Metadata, where: str) -> Target:
     """Allocates this rank's part of the checkpoint. Raises CheckpointError if names or shapes are not the model's."""
     if not metadata.planner_data:
         raise CheckpointError(f"{where} was not written by DCP's default planner: its keys have no paths")
-    entries: dict[Path, Any] = {tuple(metadata.planner_data[k]): md for k, md in metadata.state_dict_metadata.items()}
-    target, group = Target(where), sharded_model.runtime.group
-    mine, rest = owned(sharded_model), others(model, sharded_model)
-    frozen = {name for one in sharded_model.optimizers for name in other_state.frozen_of(one)}
-    ranks_with_others = {(path[2], path[3]) for path in entries if path[:2] == ("optimizer", other_state.KEY)}
+    entries = {tuple(metadata.planner_data[key]): _stored(entry) for key, entry in metadata.state_dict_metadata.items()}
     check_names(model, sharded_model, {path[1] for path in entries if path[0] == "model"}, where)
-
-    for path, entry in entries.items():
-        if path[0] == "model" and path[1] in mine:
-            own = mine[path[1]]
-            _check_tensor(path, entry, own.slot.shape, own.dtype, where)
-            if own.slot.numel:
-                target.add(path, own.part(torch.empty(own.numel, dtype=own.dtype)))
-        elif path[0] == "model" and path[1] in rest:
-            current = rest[path[1]]
-            if isinstance(current, Tensor):
-                _check_tensor(path, entry, tuple(current.shape), current.dtype, where)
-                target.add(path, torch.empty(current.shape, dtype=current.dtype))
-            else:
-                target.add(path, _room(entry))
-        elif path[:2] == ("optimizer", "state") and path[2] in frozen:
-            target.add(path, _room(entry))
-        elif path[:2] == ("optimizer", other_state.KEY):
-            own_rank = f"rank_{group.rank}"
-            if path[3] == (own_rank if (path[2], own_rank) in ranks_with_others else "rank_0"):
-                target.add(path, _room(entry))
-        elif path[:2] == ("optimizer", "state"):
-            if path[2] not in mine or mine[path[2]].optimizer is None:
-                raise CheckpointError(f"{where} has optimizer state for {path[2]}, which is in no parameter group here")
-            own = mine[path[2]]
-            target.with_state.add(path[2])
-            if own.slice is None:
-                continue
-            is_tensor = isinstance(entry, TensorStorageMetadata)
-            if is_tensor and tuple(entry.size) == own.slot.shape and path[3] != "step":  # as `is_cut`
-                target.add(path, own.part(torch.empty(own.numel, dtype=entry.properties.dtype)))
-            elif is_tensor and entry.size.numel() != 1 and own.numel != own.slot.numel:
-                raise CheckpointError(
-                    f"{where}: optimizer state {path[3]} of {path[2]} has shape {tuple(entry.size)}, the parameter "
-                    f"{own.slot.shape}: it can't be cut like the parameter"
-                )
-            else:
-                target.add(path, _room(entry))
-        elif path[:2] in (("optimizer", "param_groups"), ("optimizer", KEY)):
-            target.add(path, _room(entry))
-    target.has_optimizer = any(path[0] == "optimizer" for path in entries)
-    ranks = [path for path in entries if path[0] == "extra"]
-    rank = group.rank if len(ranks) == group.world_size else 0
+    group = sharded_model.runtime.group
+    target = Target(where, has_optimizer=any(path[0] == "optimizer" for path in entries))
+    add_model(target, model, sharded_model, entries)
+    add_optimizers(target, sharded_model, sharded_model.optimizers, entries)
+    rank = group.rank if sum(path[0] == "extra" for path in entries) == group.world_size else 0
     if ("extra", f"rank_{rank}") in entries:
-        target.add(("extra", f"rank_{rank}"), _room(entries["extra", f"rank_{rank}"]))
+        target.add(("extra", f"rank_{rank}"), _whole(entries["extra", f"rank_{rank}"]))
     return target
 
 
-def _room(entry: Any) -> Tensor | None:
-    """Memory for a tensor. None for any other value: DCP puts that in its place."""
-    if not isinstance(entry, TensorStorageMetadata):
+def add_model(target: Target, model: nn.Module, sharded_model: ShardedModel, entries: Mapping[Path, Any]) -> None:
+    """Adds this rank's part of the weights among ``entries``, and buffers and extra states. Raises CheckpointError if a
+    shape is not the model's."""
+    mine, rest = owned(sharded_model), others(model, sharded_model)
+    for path, value in entries.items():
+        if path[0] != "model":
+            continue
+        name, text = path[1], ".".join(map(str, path[1:]))
+        if name in mine:
+            own = mine[name]
+            check_tensor(target.where, text, value, own.slot.shape, own.dtype)
+            if own.slot.numel:
+                target.add(path, _part(target.where, own, value, own.dtype))
+        elif name in rest:  # and no second name of a tied weight
+            current = rest[name]
+            if isinstance(current, Tensor):
+                check_tensor(target.where, text, value, tuple(current.shape), current.dtype)
+            target.add(path, _whole(value))
+
+
+def add_optimizers(
+    target: Target, sharded_model: ShardedModel, optimizers: Sequence[ShardedOptimizer], entries: Mapping[Path, Any]
+) -> None:
+    """Adds this rank's part of the state of ``optimizers`` among ``entries``. Raises CheckpointError if a state belongs
+    to no parameter of theirs, or can't be cut."""
+    where, own_rank = target.where, f"rank_{sharded_model.runtime.group.rank}"
+    mine = {name: own for name, own in trained(sharded_model).items() if own.optimizer in optimizers}
+    frozen = {name for one in optimizers for name in frozen_of(one)}
+    ranks_with_others = {(path[2], path[3]) for path in entries if path[:2] == ("optimizer", OTHER)}
+    for path, value in entries.items():
+        kind = path[1] if path[0] == "optimizer" else None
+        if kind == OTHER:
+            if path[3] == (own_rank if (path[2], own_rank) in ranks_with_others else "rank_0"):
+                target.add(path, _whole(value))
+        elif kind == "state" and path[2] not in frozen:
+            name, key = path[2:4]
+            if name not in mine:
+                raise CheckpointError(f"{where} has optimizer state for {name}, which is in no parameter group here")
+            own, shape = mine[name], _shape_of(value)
+            target.with_state.add(name)
+            is_own_shape = len(path) == 4 and shape == own.slot.shape and key != "step"  # as `is_cut`
+            must_fit = own.may_be_cut
+            if isinstance(value, Stored):  # as the ranks had it that saved: it fits where the parameter is not cut
+                must_fit = own.slice is not None and own.numel != own.slot.numel
+            if must_fit and not (is_own_shape or isinstance(shape, str) or math.prod(shape) == 1):
+                raise CheckpointError(
+                    f"{where}: optimizer state {key} of {name} has shape {shape}, the parameter {own.slot.shape}: it "
+                    "can't be cut like the parameter"
+                )
+            loaded = _part(where, own, value) if is_own_shape else _whole(value)
+            if own.slice is not None:
+                target.add(path, loaded)
+        elif kind in ("state", "param_groups", TOGETHER):
+            target.add(path, _whole(value))
+
+
+def _shape_of(value: Any) -> tuple[int, ...] | str:
+    """Of what is no tensor, the name of its type."""
+    return tuple(value.shape) if isinstance(value, Tensor | Stored) else type(value).__name__
+
+
+def _part(where: str, own: Owned, value: Any, dtype: torch.dtype | None = None) -> ShardOf:
+    """This rank's elements of ``value``, a copy; of what is stored, memory for them, of ``dtype`` if given."""
+    if isinstance(value, Stored):
+        return own.part(torch.empty(own.numel, dtype=dtype or value.dtype))
+    if not isinstance(value, ShardOf):
+        return own.part(own.part_of(value.detach()).clone())
+    start, stop = value.start, value.start + value.local.numel()
+    if (start, stop) != (own.start, own.start + own.numel):
+        raise CheckpointError(
+            f"{where} has elements [{start}, {stop}) of {own.slot.name}, another rank's part: here are [{own.start}, "
+            f"{own.start + own.numel}). Every rank gives its own part, through torch.distributed.checkpoint, or all "
+            "give a whole state: StateDictOptions(full_state_dict=True), or zc.full_optimizer_state"
+        )
+    return value.with_local(value.local.detach().clone())
+
+
+def _whole(value: Any) -> Any:
+    """A copy of a nested value: the caller's tensor is never kept. Of what is stored, memory for it, or None: DCP puts
+    any other value in its place."""
+    if isinstance(value, Stored):
+        return torch.empty(value.shape, dtype=value.dtype)
+    if isinstance(value, BytesStorageMetadata):
         return None
-    return torch.empty(entry.size, dtype=entry.properties.dtype)
+    if isinstance(value, Mapping):
+        return {key: _whole(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_whole(item) for item in value]
+    if isinstance(value, ReadOnly):
+        return value.local.detach().clone().view(value.shape)
+    return value.detach().clone() if isinstance(value, Tensor) else value
 
 
 def check_names(model: nn.Module, sharded_model: ShardedModel, names_there: set[str], where: str) -> None:
@@ -154,12 +229,13 @@ def refuse_other_model(model: nn.Module, where: str, missing: Iterable[str], ext
         raise CheckpointError(f"{where} is of another model than this {type(model).__name__}: {' and '.join(parts)}")
 
 
-def _check_tensor(path: Path, entry: Any, shape: tuple[int, ...], dtype: torch.dtype, where: str) -> None:
-    actual = tuple(entry.size) if isinstance(entry, TensorStorageMetadata) else type(entry).__name__
-    if actual != shape:
-        raise CheckpointError(f"{where}: {'.'.join(map(str, path[1:]))} has shape {actual}, the model's is {shape}")
-    if entry.properties.dtype.is_floating_point != dtype.is_floating_point:
-        raise CheckpointError(f"{where}: {path[1]} is {entry.properties.dtype}, the model's is {dtype}")
+def check_tensor(where: str, name: str, value: Any, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Raises CheckpointError unless ``value`` of ``where`` is a tensor like the model's. One in memory may have any
+    dtype, as in ``load_state_dict``."""
+    if _shape_of(value) != tuple(shape):
+        raise CheckpointError(f"{where}: {name} has shape {_shape_of(value)}, the model's is {tuple(shape)}")
+    if isinstance(value, Stored) and value.dtype.is_floating_point != dtype.is_floating_point:
+        raise CheckpointError(f"{where}: {name} is {value.dtype}, the model's is {dtype}")
 
 
 def check_groups(sharded_model: ShardedModel, target: Target) -> None:
@@ -184,9 +260,9 @@ def check_groups(sharded_model: ShardedModel, target: Target) -> None:
                 f"{where}: parameter group {number} lacks {some(lacking)}: another optimizer than "
                 f"{type(owners[number].optimizer).__name__}?"
             )
-    saved = {number: names for (number,), names in target.under("optimizer", KEY)}
+    saved = {number: names for (number,), names in target.under("optimizer", TOGETHER)}
     for one in sharded_model.optimizers:
-        has_others = any(True for _ in target.under("optimizer", other_state.KEY, str(one.number)))
+        has_others = any(True for _ in target.under("optimizer", OTHER, str(one.number)))
         check_together(one, members_of(one) if has_others else target.with_state, saved, where)
 
 
@@ -205,25 +281,20 @@ def commit(model: nn.Module, sharded_model: ShardedModel, target: Target) -> Non
     sharded_model.zero_grad()
     sharded_model.runtime.weights.before_writes()
     mine, rest = owned(sharded_model), others(model, sharded_model)
-    plain: dict[str, Any] = {}
+    extra_states: list[tuple[Path, Any]] = []
     for (name, *deeper), value in target.under("model"):
         if name in mine:
-            own = mine[name]
-            if own.slice is not None:
-                local = value.local if isinstance(value, ShardOf) else value.reshape(-1)
-                flattened(own.slice, own.slot).copy_(local)
+            mine[name].write(value.local)
         elif isinstance(rest.get(name), Tensor):
             rest[name].copy_(value)
         else:
-            _set(plain, (name, *deeper), value)
-    if plain:
-        model.load_state_dict(plain, strict=False)  # extra states of modules
+            extra_states.append(((name, *deeper), value))
+    if extra_states:
+        model.load_state_dict(nested(extra_states), strict=False)  # of modules
     sharded_model.runtime.unset.params.difference_update(mine)
     sharded_model.publish_all()
 
-    states: dict[str, dict[str, Any]] = {}
-    for path, value in target.under("optimizer", "state"):
-        _set(states, path, value)
+    states = target.by_name("optimizer", "state")
     for name, own in mine.items():
         if own.slice is None or own.optimizer is None:
             continue
@@ -250,22 +321,19 @@ def commit(model: nn.Module, sharded_model: ShardedModel, target: Target) -> Non
 def _commit_others(one: ShardedOptimizer, target: Target, states: Mapping[str, dict[str, Any]]) -> None:
     """Frozen parameters without state in the checkpoint keep theirs: the optimizer's ``__init__`` may have made it."""
     state = one.local.state
-    for name, param in other_state.frozen_of(one).items():
+    for name, param in frozen_of(one).items():
         if name in states:
             state[param] = _placed(states[name], param, one.local)
     if target.has_optimizer:
         for key in [key for key in state if isinstance(key, str)]:
             del state[key]
-    by_rank: dict[str, Any] = {}
-    for path, value in target.under("optimizer", other_state.KEY, str(one.number)):
-        _set(by_rank, path, value)
-    state.update(other_state.as_lists(next(iter(by_rank.values()), {})))
+    state.update(target.by_string(one))
 
 
 def _placed(state: Mapping[str, Any], param: Tensor, optimizer: Optimizer, slot: Slot | None = None) -> dict[str, Any]:
     """Moves a state to where the optimizer expects it, which is its parameter's device. A step count stays on the host,
     unless the update is one kernel that reads it (as in ``torch.optim.Optimizer.load_state_dict``)."""
-    group = next(g for g in optimizer.param_groups if any(p is param for p in g["params"]))
+    group = group_of(optimizer, param)
     placed: dict[str, Any] = {}
     for key, value in state.items():
         if isinstance(value, ShardOf):
@@ -274,9 +342,3 @@ def _placed(state: Mapping[str, Any], param: Tensor, optimizer: Optimizer, slot:
         is_moved = isinstance(value, Tensor) and (key != "step" or group.get("fused") or group.get("capturable"))
         placed[key] = value.to(param.device) if is_moved else value
     return placed
-
-
-def _set(tree: dict[Any, Any], path: Path, value: Any) -> None:
-    for key in path[:-1]:
-        tree = tree.setdefault(key, {})
-    tree[path[-1]] = value

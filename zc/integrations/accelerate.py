@@ -17,9 +17,8 @@ from torch.optim import Optimizer
 from zc.api import compile as zc_compile
 from zc.checkpoint.save_load import load_state_dict
 from zc.errors import CheckpointError, PlanError
-from zc.integrations.beside import StatePointer, load_beside, save_beside
-from zc.integrations.packages import needed
-from zc.integrations.whole import shards_weights
+from zc.integrations import needed
+from zc.integrations.checkpoints import StatePointer, load_beside, save_beside, shards_weights
 from zc.optim.assignment import Container, given_in, like_container
 from zc.whole import full_state_dict
 

@@ -22,9 +22,8 @@ from torch import nn
 
 from zc.closing import close
 from zc.errors import PlanError
-from zc.integrations.beside import load_beside, save_beside
-from zc.integrations.packages import needed, seam
-from zc.integrations.whole import names_in_state, shards_weights
+from zc.integrations import needed, seam
+from zc.integrations.checkpoints import load_beside, names_in_state, save_beside, shards_weights
 from zc.registry import COMPILED
 from zc.whole import full_state_dict
 

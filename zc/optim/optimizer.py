@@ -74,7 +74,7 @@ class ShardedOptimizer:
         self.state = StateView(self)
         vars(optimizer)["state"] = self.state
         self._num_tried = 0  # groups
-        # False: its state can be loaded only where the same parameters are updated together (zc/checkpoint/together.py)
+        # False: its state loads only where the same parameters are updated together (zc/checkpoint/other_state.py)
         self.has_state_by_parameter = True
         self.methods: list[str] = []  # of the class, that run on slices when the caller calls them
         self._clears = Clears.NOTHING  # what its step leaves of gradients

@@ -1,37 +1,46 @@
-"""Weights from a folder of safetensors, as transformers writes it: each rank reads its own elements of each tensor.
+"""Weights as safetensors, in the layout of the Hugging Face Hub: `export` writes them, `load_pretrained` reads them.
 
     model.safetensors                                             one file
     model.safetensors.index.json, model-00001-of-00002....        {"weight_map": {name: file}}
 
 A file begins with 8 bytes, the length of a header of JSON; the header gives each tensor's dtype, shape and bytes
-(https://github.com/huggingface/safetensors). Files are read, not mapped: what is mapped counts as the process's memory.
+(https://github.com/huggingface/safetensors). Each rank reads its own elements of each tensor. Files are read, not
+mapped: what is mapped counts as the process's memory.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
-from zc.checkpoint.export import INDEX
+from zc.checkpoint.files import Reader
 from zc.checkpoint.first_values import fill_modules
-from zc.checkpoint.save_load import synchronized
 from zc.checkpoint.saving import channel_of, checkpoint_errors
-from zc.checkpoint.state import Owned, owned
-from zc.checkpoint.target import refuse_other_model
+from zc.checkpoint.state import Owned, owned, synchronized
+from zc.checkpoint.target import Stored, check_tensor, refuse_other_model
+from zc.durable import write_synced
 from zc.engine.memory_order import flattened
 from zc.errors import CheckpointError, some
 from zc.registry import sharded
+from zc.whole import whole_values
 
 if TYPE_CHECKING:
     from zc.optim.model import ShardedModel
 
+_T = TypeVar("_T")
+SHARD_NBYTES = 5 * 10**9  # the Hub's usual file size
+INDEX = "model.safetensors.index.json"
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
@@ -40,14 +49,148 @@ _DTYPES = {
 _CHUNK_NBYTES = 1 << 24  # read at one time
 
 
+def export(
+    path: str | Path,
+    source: str | Path | nn.Module,
+    *,
+    dtype: torch.dtype | None = None,
+    shard_nbytes: int = SHARD_NBYTES,
+) -> list[Path]:
+    """Writes weights as safetensors under the module's names, in the layout of the Hugging Face Hub: those of a
+    checkpoint, or of a compiled model.
+
+    For a checkpoint one process calls it, without a model or a process group. For a model all ranks call it, between
+    two updates; rank 0 writes, and in stage 3 weights come to it as in `iter_weights`. Who writes holds at most one
+    file's tensors in memory. A tied weight is written under its first name (transformers ties it again). Extra states
+    of modules, which are not tensors, are left out.
+
+    Args:
+        path: a folder, created if missing. It gets ``model.safetensors``, or ``model-00001-of-0000N.safetensors`` and
+            ``model.safetensors.index.json``. It must have no files of these names.
+        source: a folder that `save` wrote, or a model that `compile` returned.
+        dtype: the dtype of floating-point tensors. None keeps theirs: fp32 for the masters of a checkpoint, and for a
+            model the dtype of its parameters.
+        shard_nbytes: the size limit of a file, unless one tensor is larger.
+
+    Returns:
+        The files that contain tensors.
+
+    Raises:
+        CheckpointError, of a model on every rank: the folder has such files, or can't be written; or the checkpoint has
+            no weights. The folder then has none of them.
+    """
+    if isinstance(source, nn.Module):
+        return _export_model(Path(path), source, dtype, shard_nbytes)
+    return _export_checkpoint(Path(path), Path(source), dtype, shard_nbytes)
+
+
+def _export_checkpoint(path: Path, checkpoint: Path, dtype: torch.dtype | None, shard_nbytes: int) -> list[Path]:
+    metadata = Reader(checkpoint).read_metadata()
+    weights = {
+        key: entry
+        for key, entry in metadata.state_dict_metadata.items()
+        if key.startswith("model.") and isinstance(entry, TensorStorageMetadata)
+    }
+    if not weights:
+        raise CheckpointError(f"{checkpoint} has no weights: no key begins with model.")
+    with _Folder(path) as folder:
+        for entries in _in_files(((key, _nbytes(weights[key], dtype), weights[key]) for key in weights), shard_nbytes):
+            items: dict[str, Any] = {k: torch.empty(e.size, dtype=e.properties.dtype) for k, e in entries.items()}
+            with checkpoint_errors(f"exporting {checkpoint}"):
+                dcp_load(items, storage_reader=Reader(checkpoint), no_dist=True)
+            folder.write({key.removeprefix("model."): _cast(value, dtype) for key, value in items.items()})
+        return folder.finish()
+
+
+def _export_model(path: Path, model: nn.Module, dtype: torch.dtype | None, shard_nbytes: int) -> list[Path]:
+    sharded_model = sharded(model)
+    channel, what = channel_of(sharded_model), f"exporting {type(model).__name__} to {path}"
+    is_writer, files = sharded_model.runtime.group.rank == 0, list[Path]()
+    with channel.together(what):
+        folder = _Folder(path) if is_writer else None
+    with channel.together(what), contextlib.ExitStack() as stack:
+        values = stack.enter_context(contextlib.closing(whole_values(model, is_wanted=is_writer)))
+        if folder is None:
+            for _ in values:
+                pass
+        else:
+            stack.enter_context(folder)
+            copies = ((keys[0], _cast(value.to("cpu", copy=True), dtype)) for keys, value in values)
+            for tensors in _in_files(((name, tensor.nbytes, tensor) for name, tensor in copies), shard_nbytes):
+                folder.write(tensors)
+            files = folder.finish()
+    written: list[Path] = channel.group.gather_objects(files, what)[0]
+    return written
+
+
+class _Folder:
+    """A folder that gets files of safetensors. They have their names when all are there; after an error none stays."""
+
+    def __init__(self, path: Path) -> None:
+        known = ("model.safetensors", "model-*-of-*.safetensors", INDEX)
+        for file in sorted(file for pattern in known for file in path.glob(pattern)):
+            raise CheckpointError(f"{file} exists already: nothing is overwritten")
+        path.mkdir(parents=True, exist_ok=True)
+        self.path, self._nbytes = path, 0
+        self._unfinished: list[tuple[Path, list[str]]] = []  # and the names of its tensors
+
+    def __enter__(self) -> _Folder:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for file, _ in self._unfinished:
+            file.unlink(missing_ok=True)
+
+    def write(self, tensors: dict[str, Tensor]) -> None:
+        """Writes the next file."""
+        from safetensors.torch import save_file
+
+        file = self.path / f".model-{len(self._unfinished) + 1:05d}.partial"
+        self._unfinished.append((file, list(tensors)))
+        save_file(tensors, str(file), metadata={"format": "pt"})
+        self._nbytes += sum(tensor.nbytes for tensor in tensors.values())
+
+    def finish(self) -> list[Path]:
+        num, where, files = len(self._unfinished), dict[str, str](), list[Path]()
+        for k, (file, names) in enumerate(self._unfinished, start=1):
+            files.append(self.path / (f"model-{k:05d}-of-{num:05d}.safetensors" if num > 1 else "model.safetensors"))
+            os.rename(file, files[-1])
+            where.update(dict.fromkeys(names, files[-1].name))
+        if num > 1:
+            content = {"metadata": {"total_size": self._nbytes}, "weight_map": dict(sorted(where.items()))}
+            write_synced(self.path / INDEX, json.dumps(content, indent=2).encode())
+        return files
+
+
+def _in_files(items: Iterable[tuple[str, int, _T]], largest: int) -> Iterator[dict[str, _T]]:
+    """What each file has of ``items``, (name, bytes, value), as they come."""
+    found: dict[str, _T] = {}
+    filled = 0
+    for name, nbytes, value in items:
+        if found and filled + nbytes > largest:
+            yield found
+            found, filled = {}, 0
+        found[name] = value
+        filled += nbytes
+    if found:
+        yield found
+
+
+def _nbytes(entry: TensorStorageMetadata, dtype: torch.dtype | None) -> int:
+    own = entry.properties.dtype
+    return int(entry.size.numel()) * (dtype if dtype is not None and own.is_floating_point else own).itemsize
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+
+
 @dataclass(frozen=True)
-class StoredTensor:
-    """One tensor of a file, row-major from byte ``start`` on."""
+class StoredTensor(Stored):
+    """One tensor of a file of safetensors, row-major from byte ``start`` on."""
 
     path: Path
     name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
     start: int
 
     def read(self, first: int, stop: int) -> Iterator[tuple[int, Tensor]]:
@@ -118,11 +261,7 @@ def _match(
     places: dict[str, tuple[StoredTensor, Any]] = {}
     for number, (name, value) in tensors.items():
         source = stored[next(known for known in names[number] if known in stored)]
-        shape = tuple(value.shape)
-        if source.shape != shape:
-            raise CheckpointError(f"{folder}: {source.name} has shape {source.shape}, the model's is {shape}")
-        if source.dtype.is_floating_point != value.dtype.is_floating_point:
-            raise CheckpointError(f"{folder}: {source.name} is {source.dtype}, the model's is {value.dtype}")
+        check_tensor(str(folder), source.name, source, tuple(value.shape), value.dtype)
         places[name] = (source, mine.get(name, value))
     return places
 
@@ -166,7 +305,7 @@ def _header(path: Path) -> dict[str, StoredTensor]:
         dtype, shape, (start, stop) = _DTYPES[entry["dtype"]], tuple(entry["shape"]), entry["data_offsets"]
         if stop - start != math.prod(shape) * dtype.itemsize or 8 + length + stop > size:
             raise CheckpointError(f"{path} is cut off: {name} ends at byte {8 + length + stop}, the file at {size}")
-        stored[name] = StoredTensor(path, name, dtype, shape, 8 + length + start)
+        stored[name] = StoredTensor(shape, dtype, path, name, 8 + length + start)
     return stored
 
 
@@ -188,4 +327,4 @@ def _copy(stored: StoredTensor, target: Owned | Tensor) -> None:
     whole = torch.empty(stored.shape, dtype=stored.dtype)  # the rank's elements lie apart in the file
     for at, piece in stored.read(0, whole.numel()):
         whole.view(-1)[at : at + piece.numel()] = piece
-    out.copy_(target.part_of(whole))
+    target.write(target.part_of(whole))
