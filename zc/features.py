@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from zc.engine import owners, weight_operations
 from zc.engine.features import Features
 from zc.passes.pipeline import pipelines
-from zc.planning.hops import Way
+from zc.planning.plan import Plan, Way
 from zc.ranks.control import Parts
 from zc.ranks.encoded import encoded
 from zc.ranks.hosts import find_hosts
@@ -18,7 +18,6 @@ from zc.ranks.watch import Watch
 
 if TYPE_CHECKING:
     from zc.config import Config
-    from zc.planning.plan import Plan
 
 # one line for each feature: without it the rest works
 RANKS = Parts(
