@@ -321,7 +321,7 @@ def test_the_watch_looks_while_the_program_waits_for_a_key(monkeypatch: pytest.M
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     monkeypatch.setattr(torch_private, "default_store", lambda: server)
     own, is_own = torch_private.own_store()
-    with mock.patch.object(watch.ending, "start_thread"):
+    with mock.patch.object(watch.process, "start_thread"):
         waiting = Journal(watch.Watch(0, dist.PrefixStore("zc", own)), range(2), 1, 600)
     looked = threading.Event()
     waiter = threading.Thread(target=server.wait, args=(["a key"], timedelta(seconds=60)), daemon=True)

@@ -37,7 +37,7 @@ class Shelf:
 
 
 def watch_of(store: Shelf, rank: int = 0) -> watch.Watch:
-    with mock.patch.object(watch.ending, "start_thread"):
+    with mock.patch.object(watch.process, "start_thread"):
         return watch.Watch(rank, store)
 
 
