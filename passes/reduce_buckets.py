@@ -10,7 +10,7 @@ Stage 2, bucket 2 in ring buffer 0, where ranks read each other's memory, and wh
                                                   take(2, "scratch[0]", "flat_grad[0]")
                                                   finish(2, "acc[2]", "scratch[0]")
 
-The plan has the hops of a reduction (`zc.planning.hops`), and each starts from what the one before has left. Two hosts
+The plan has the hops of a reduction (`zc.planning.plan`), and each starts from what the one before has left. Two hosts
 of several ranks, with memory, and with messages, whose sum lies at the start of the buffer that was sent::
 
     reduce(2, "host_sum[0]", "flat_grad[0]")      or     take(2, "scratch[0]", "flat_grad[0]")
@@ -29,8 +29,7 @@ from collections.abc import Sequence
 from torch import fx
 
 from zc.passes.base import Pass, copy_graph
-from zc.planning.hops import Into
-from zc.planning.plan import NUM_HOST_SUMS, Plan
+from zc.planning.plan import NUM_HOST_SUMS, Into, Plan
 from zc.schedule.buffer import Buffer
 from zc.schedule.nodes import ops, put_after
 from zc.schedule.spec import Finish, Reduce, Take, Write

@@ -12,8 +12,7 @@ import torch
 from zc import torch_private
 from zc.errors import PlanError
 from zc.planning import wire
-from zc.planning.hops import Encoding
-from zc.planning.plan import OFFLOADS, PLACEMENTS, Offload, Placement
+from zc.planning.plan import OFFLOADS, PLACEMENTS, Encoding, Offload, Placement
 
 BACKENDS = ("inductor", "aot_eager", "eager")
 REDUCTIONS = ("exact", "native")

@@ -10,7 +10,7 @@ from zc.engine.agreement import Agreement
 from zc.engine.announcements import Announcements
 from zc.engine.features import Features
 from zc.passes.pipeline import pipelines
-from zc.planning.hops import Way
+from zc.planning.plan import Plan, Way
 from zc.ranks.control import Parts
 from zc.ranks.encoded import encoded
 from zc.ranks.hosts import find_hosts
@@ -20,7 +20,6 @@ from zc.ranks.watch import Watch
 
 if TYPE_CHECKING:
     from zc.config import Config
-    from zc.planning.plan import Plan
 
 # one line for each feature: without it the rest works
 RANKS = Parts(

@@ -15,9 +15,8 @@ from zc.config import Config
 from zc.engine.buffers import Accumulators, Buffers
 from zc.engine.deposits import Deposits
 from zc.passes.pipeline import pipeline
-from zc.planning.hops import Level
 from zc.planning.packing import ParamSpec, make_plan
-from zc.planning.plan import flat
+from zc.planning.plan import Level, flat
 from zc.ranks.routes import Routes
 
 SHAPES = {"weight": (9, 7), "bias": (13,)}

@@ -26,7 +26,7 @@ from zc.engine.weights import gather_graph
 from zc.passes.base import Debt, copy_graph, run_passes
 from zc.passes.pipeline import pipeline
 from zc.passes.verify import examine, verify
-from zc.planning.hops import Into
+from zc.planning.plan import Into
 from zc.planning.wire import Wire
 from zc.schedule.buffer import MAIN
 from zc.schedule.nodes import change, op_of, put, steps

@@ -19,9 +19,8 @@ from zc.config import Config
 from zc.passes.base import run_passes
 from zc.passes.pipeline import examine, verify
 from zc.passes.scheduling import scheduling
-from zc.planning.hops import reads_shards
 from zc.planning.packing import ParamSpec, make_plan
-from zc.planning.plan import Plan, Topology, flat
+from zc.planning.plan import Plan, Topology, flat, reads_shards
 from zc.planning.residency import plan_residency, smallest_cap
 from zc.schedule.codegen import load
 from zc.schedule.nodes import ops

@@ -12,7 +12,7 @@ the ``zero_grad`` that sets gradients to None, the others always::
                                      whole parameters, the parameters that this rank owns (`zc.planning.layout`)
     acc           S (stage 2) or P (stage 1) * acc_dtype
     ring          num_buffers flat_grad in reduce_dtype and one scratch, sized for the largest bucket; no scratch
-                  where ranks read each other's memory. A reduction of several hops (`zc.planning.hops`) also needs
+                  where ranks read each other's memory. A reduction of several hops (`zc.planning.plan`) also needs
                   two host_sum, of P / ranks per host elements each, or [S] with replicas, and scratch for each hop
                   that sends messages. Ranks of one host that exchange messages sum them in flat_grad or acc
     published     S * param_dtype    only where weights travel as differences: this rank's part of flat_param after

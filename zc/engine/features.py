@@ -15,8 +15,7 @@ if TYPE_CHECKING:
     from zc.engine.core import Core
     from zc.engine.weights import Weights
     from zc.passes.base import Pipelines
-    from zc.planning.hops import Way
-    from zc.planning.plan import Plan
+    from zc.planning.plan import Plan, Way
     from zc.ranks.group import Group
     from zc.ranks.routes import MakeRoute
     from zc.schedule.spec import Op

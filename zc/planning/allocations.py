@@ -13,8 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from zc.planning.hops import Encoding, num_rows
-from zc.planning.plan import NUM_HOST_SUMS, Bucket, Plan
+from zc.planning.plan import NUM_HOST_SUMS, Bucket, Encoding, Plan, num_rows
 from zc.planning.traits import num_states
 
 # In the order of reports; the optimizer's state is its own, and only estimates have it

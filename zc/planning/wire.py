@@ -38,7 +38,7 @@ BITS: dict[object, int] = {torch.int8: 8, "int4": 4}  # of gather_dtype; reduce_
 
 @dataclass(frozen=True)
 class Wire:
-    """A `zc.planning.hops.Encoding`: so many bits an element."""
+    """A `zc.planning.plan.Encoding`: so many bits an element."""
 
     bits: int
 

@@ -16,8 +16,7 @@ from zc.ranks.journal import GATHER, REDUCE, wait
 from zc.ranks.routes import Route, Routes
 
 if TYPE_CHECKING:
-    from zc.planning.hops import Encoding, Hop
-    from zc.planning.plan import Bucket, Plan
+    from zc.planning.plan import Bucket, Encoding, Hop, Plan
     from zc.ranks.exchanges import Exchanges
 
 _RowsOf = Callable[["Plan", "Bucket", int, int], Rows]  # of a rank, in so many bits

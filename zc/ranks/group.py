@@ -29,8 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zc import torch_private
 from zc.errors import PlanError
-from zc.planning.hops import Level
-from zc.planning.plan import Topology, flat
+from zc.planning.plan import Level, Topology, flat
 from zc.ranks.control import NO_PARTS, Control, Neighbours, Parts, backend_of, host_backend
 from zc.ranks.exchanges import Exchanges, Pieces, Work, collective, copy_own_piece
 from zc.ranks.journal import EXCHANGES, LARGEST, SUM

@@ -39,13 +39,12 @@ import torch
 from torch import Tensor
 
 from zc.errors import RankLostError
-from zc.planning.hops import Hop, Way
+from zc.planning.plan import Bucket, Hop, Way
 from zc.ranks.exchanges import Step, Sum, Work, note_wait
 from zc.ranks.journal import EXCHANGES, GATHER, REDUCE, Journal
 from zc.ranks.routes import Route, Routes, add_rows
 
 if TYPE_CHECKING:
-    from zc.planning.plan import Bucket
     from zc.ranks.group import Group
 
 

@@ -1,7 +1,7 @@
 """How ranks bring gradients together and weights apart. A model has its routes from zc.compile on.
 
 A schedule says what goes where, such as ``reduce(2, "acc[2]", "flat_grad[0]")``, and the plan by which hops
-(`zc.planning.hops`). A route does one hop: `Messages` sends; `Memory` reads what the other ranks of a host have, where
+(`zc.planning.plan`). A route does one hop: `Messages` sends; `Memory` reads what the other ranks of a host have, where
 it lies; `Encoded` sends 8 bits an element; `Replicas` sums over the ranks with one shard; `Shards` reads shards of
 weights in any order, between two updates.
 
@@ -24,12 +24,11 @@ from einops import rearrange
 from torch import Tensor
 
 from zc.kernels import reduce_rows
-from zc.planning.hops import Hop, Level, Way, hops_to_gather, reads_shards
+from zc.planning.plan import Bucket, Hop, Level, Plan, Way, hops_to_gather, reads_shards
 from zc.ranks.exchanges import Sum
 from zc.ranks.journal import GATHER, GATHER_SUMS, wait
 
 if TYPE_CHECKING:
-    from zc.planning.plan import Bucket, Plan
     from zc.ranks.exchanges import Exchanges
     from zc.ranks.group import Group
 

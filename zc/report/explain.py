@@ -17,8 +17,7 @@ from zc.engine.buffers import Acc
 from zc.engine.program import Program
 from zc.errors import PlanError
 from zc.offload.host_step import HostStep
-from zc.planning.hops import Way, hops_to_gather
-from zc.planning.plan import Bucket, Plan
+from zc.planning.plan import Bucket, Plan, Way, hops_to_gather
 from zc.registry import persistent_nbytes, sharded
 from zc.report import summary
 from zc.report.html import BucketBar, page

@@ -27,8 +27,7 @@ from torch.utils.flop_counter import flop_registry
 
 from zc.engine.ledger import ClockedStep, Span, Waited
 from zc.errors import some
-from zc.planning.hops import Hop, Way
-from zc.planning.plan import Bucket, Plan
+from zc.planning.plan import Bucket, Hop, Plan, Way
 from zc.schedule.buffer import COMM, COMPUTE, MAIN
 from zc.schedule.nodes import kind_of, op_of, ops, results, stream_of
 from zc.schedule.spec import (

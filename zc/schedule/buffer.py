@@ -24,8 +24,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from zc.planning.hops import Hop
-    from zc.planning.plan import Plan
+    from zc.planning.plan import Hop, Plan
     from zc.schedule.spec import Op
 
 

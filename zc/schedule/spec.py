@@ -199,7 +199,7 @@ class Move(BucketOp, stream=COMM, reads=("src",), writes=("dst",)):
 
 @dataclass(frozen=True)
 class Reduction(Move, role=Role.REDUCTION):
-    """One hop of a reduction, number ``hop`` of the plan's, or a part of it (`zc.planning.hops`)."""
+    """One hop of a reduction, number ``hop`` of the plan's, or a part of it (`zc.planning.plan`)."""
 
     hop: int = 0
 
