@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
+import shutil
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from harness import run_ranks
 from save_and_load import joined, parts
 
 import zc
+from zc.errors import CheckpointError
 
 FOLDER = Path(__file__).parent / "deepspeed_universal"
 
@@ -55,3 +58,22 @@ def test_zero2_goes_on_in_zc() -> None:
                 wanted = optimizer.state[param][state].reshape(-1)
                 torch.testing.assert_close(ours[f"{name}/{state}"], wanted, rtol=1e-5, atol=1e-9)
             assert ours[f"{name}/step"].item() == optimizer.state[param]["step"].item()
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "words"),
+    [
+        ("0.weight/exp_avg.pt", {"param": torch.zeros(5)}, r"holds \(5,\), the parameter's shape is \(5, 6\)"),
+        ("2.bias/fp32.pt", {"param": "none"}, r"holds str, the parameter's shape is \(3,\)"),
+        ("2.bias/fp32.pt", Path("code"), "can't be read without running code from it"),
+    ],
+)
+def test_a_file_that_does_not_fit_changes_nothing(file: str, content: Any, words: str, tmp_path: Path) -> None:
+    shutil.copytree(FOLDER / "zero", tmp_path / "zero")
+    torch.save(content, tmp_path / "zero" / file)
+    model = maker().make_model()
+    before = {name: param.detach().clone() for name, param in model.named_parameters()}
+    model, optimizer = zc.compile(model, torch.optim.AdamW(model.parameters()), backend="eager")
+    with pytest.raises(CheckpointError, match=words):
+        zc.load_universal(tmp_path, model, optimizer)
+    torch.testing.assert_close(dict(model.named_parameters()), before, rtol=0, atol=0)

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from zc.checkpoint.saving import channel_of
-from zc.checkpoint.state import groups_of, synchronized, trained
-from zc.checkpoint.target import Target, add_model, add_optimizers, check_groups, commit, refuse_other_model
+from zc.checkpoint.shards import ShardOf
+from zc.checkpoint.state import Owned, groups_of, synchronized, trained
+from zc.checkpoint.target import Stored, Target, add_model, add_optimizers, check_groups, commit, refuse_other_model
 from zc.errors import CheckpointError
 from zc.optim.assignment import Optimizers
 
@@ -41,8 +43,21 @@ def load_universal(path: str | Path, model: nn.Module, optimizer: Optimizers) ->
     commit(model, sharded_model, target)
 
 
+@dataclass(frozen=True)
+class _File(Stored):
+    """A file with a whole tensor, which is read where this rank's elements are asked for."""
+
+    path: Path
+
+    def part(self, own: Owned, dtype: torch.dtype) -> ShardOf:
+        value = _read(self.path)
+        if not isinstance(value, Tensor) or value.numel() != own.slot.numel:
+            shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise CheckpointError(f"{self.path} holds {shape}, the parameter's shape is {own.slot.shape}")
+        return own.part(own.part_of(value.reshape(own.slot.shape)).clone())
+
+
 def _target(path: Path, model: nn.Module, sharded_model: ShardedModel) -> Target:
-    """This rank's part of each file, one file after the other."""
     folder, mine = path / "zero", trained(sharded_model)
     if not folder.is_dir():
         raise CheckpointError(f"{path} is no universal checkpoint: it has no folder zero")
@@ -52,14 +67,8 @@ def _target(path: Path, model: nn.Module, sharded_model: ShardedModel) -> Target
     entries: dict[tuple[Any, ...], Any] = {}
     for name, own in mine.items():
         for file in sorted((folder / name).glob("*.pt")):
-            value = _read(file)
-            if file.stem == "step":
-                value = torch.tensor(float(value))
-            elif isinstance(value, Tensor) and value.numel() == own.slot.numel:
-                value = own.part(own.part_of(value.reshape(own.slot.shape)).clone())
-            else:
-                shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-                raise CheckpointError(f"{file} holds {shape}, the parameter's shape is {own.slot.shape}")
+            is_step = file.stem == "step"
+            value = torch.tensor(float(_read(file))) if is_step else _File(own.slot.shape, own.dtype, file)
             entries[("model", name) if file.stem == "fp32" else ("optimizer", "state", name, file.stem)] = value
     target = Target(str(path))
     add_model(target, model, sharded_model, entries)

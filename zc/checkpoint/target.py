@@ -58,6 +58,10 @@ class Stored:
     shape: tuple[int, ...]
     dtype: torch.dtype
 
+    def part(self, own: Owned, dtype: torch.dtype) -> ShardOf:
+        """Memory of ``dtype`` for this rank's elements."""
+        return own.part(torch.empty(own.numel, dtype=dtype))
+
 
 @dataclass
 class Target:
@@ -185,7 +189,7 @@ def _shape_of(value: Any) -> tuple[int, ...] | str:
 def _part(where: str, own: Owned, value: Any, dtype: torch.dtype | None = None) -> ShardOf:
     """This rank's elements of ``value``, a copy; of what is stored, memory for them, of ``dtype`` if given."""
     if isinstance(value, Stored):
-        return own.part(torch.empty(own.numel, dtype=dtype or value.dtype))
+        return value.part(own, dtype or value.dtype)
     if not isinstance(value, ShardOf):
         return own.part(own.part_of(value.detach()).clone())
     start, stop = value.start, value.start + value.local.numel()
