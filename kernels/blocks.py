@@ -121,7 +121,7 @@ class Blocks:
         return self._tables[device]
 
 
-def check_wire(name: str, wire: Tensor, blocks: Blocks) -> None:
+def _check_wire(name: str, wire: Tensor, blocks: Blocks) -> None:
     """``wire``: bytes, contiguous, aligned, and long enough for ``blocks``."""
     if wire.dtype != torch.uint8:
         raise ValueError(f"{name}: dtype is {wire.dtype}, expected torch.uint8")
@@ -161,7 +161,7 @@ def encode_blocks(x: Tensor, wire: Tensor, blocks: Blocks, *, base: Tensor | Non
     check_dtype("x", x, TRAINED)
     check_flat("x", x)
     check_numel("x", x, "all blocks", BLOCK * blocks.num_blocks)
-    check_wire("wire", wire, blocks)
+    _check_wire("wire", wire, blocks)
     check_device("wire", wire, "x", x)
     check_disjoint("wire", wire, "x", x)
     if base is not None:
@@ -289,7 +289,7 @@ def add_blocks(wire: Tensor, out: Tensor, blocks: Blocks) -> None:
 def _run(rows: Tensor, out: Tensor, blocks: Blocks, *, scale: float, add: bool, is_update: bool) -> None:
     if rows.dim() != 2 or rows.shape[0] < 1:
         raise ValueError(f"rows: shape is {tuple(rows.shape)}, expected [W, bytes] with W >= 1")
-    check_wire("rows", rows, blocks)
+    _check_wire("rows", rows, blocks)
     check_flat("out", out)
     check_numel("out", out, "all blocks", BLOCK * blocks.num_blocks)
     check_device("out", out, "rows", rows)

@@ -142,7 +142,7 @@ def _accept(loop: Loop, batches: Iterable[Any]) -> tuple[Loop, list[Any]]:
             f"{wanted}: give more, or ask for fewer updates"
         )
     needs = needs_of(loop.model, loop.world_size, loop.num_updates, loop.microbatches)
-    check_memory(needs, device, loop.world_size)
+    _check_memory(needs, device, loop.world_size)
     return replace(loop, config=config, options=options, device=device), own
 
 
@@ -422,7 +422,7 @@ def needs_of(model: nn.Module, world_size: int, updates: int, microbatches: int)
     return Needs(device, (KEPT * updates + COMPARED + world_size + microbatches) * wide)
 
 
-def check_memory(needs: Needs, device: torch.device, world_size: int) -> None:
+def _check_memory(needs: Needs, device: torch.device, world_size: int) -> None:
     """Raises PlanError where the memory that is free now can't hold it."""
     num_ranks = ranks_on_this_host(world_size)
     host = needs.host + (needs.device if device.type == "cpu" else 0)

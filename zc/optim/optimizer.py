@@ -300,7 +300,7 @@ class ShardedOptimizer:
 
     def _before_hooks(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Other pre-hooks see finished gradients; a closure has yet to make them, as in PyTorch."""
-        if torch_private.has_step_pre_hooks(optimizer) and closure_in(args, kwargs) is None:
+        if torch_private.has_step_pre_hooks(optimizer) and _closure_in(args, kwargs) is None:
             self.runtime.finish_gradients()
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
@@ -456,7 +456,7 @@ def restore_methods(sharded: ShardedOptimizer) -> None:
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-def closure_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
+def _closure_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
     """The closure among the arguments of ``step``, of which the optimizer is the first."""
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     return closure if callable(closure) else None
@@ -479,7 +479,7 @@ class Closures:
 
         Raises PlanError if the optimizer does not call its closure exactly once; nothing has changed.
         """
-        closure = closure_in(args, kwargs)
+        closure = _closure_in(args, kwargs)
         if closure is None:
             return args, kwargs
         if self._num_calls != 1:

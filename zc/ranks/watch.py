@@ -211,7 +211,7 @@ class Watch:
             key = f"state/{rank}"
             is_there = self.store.check([key])
             states[rank] = RankState.from_json(self.store.get(key).decode()) if is_there else RankState()
-            to_read |= {r for place in states[rank].waits for r in ranks_in(place.journal)} - states.keys()
+            to_read |= {r for place in states[rank].waits for r in _ranks_in(place.journal)} - states.keys()
         return states
 
     def _compare(self, stalled: list[Journal], now: float) -> None:
@@ -244,7 +244,7 @@ class Watch:
 
     def _silence(self, journal: Journal, rank: int, state: RankState, now: float) -> float:
         """Seconds for which a rank has not answered, or has answered without this model, which it had."""
-        beat = -2 if has_closed(journal, state) else state.beat
+        beat = -2 if _has_closed(journal, state) else state.beat
         before, since = self._beats.get((rank, journal.name), (-1, now))
         if beat != before:
             since = now
@@ -254,7 +254,7 @@ class Watch:
     def _why_lost(self, journal: Journal, rank: int, state: RankState, silent_s: float) -> str | None:
         """Why a rank that has been silent for so long is lost; None: it may still answer."""
         soon = min(journal.timeout, LOST_CONNECTION_S)
-        if silent_s > soon and has_closed(journal, state):
+        if silent_s > soon and _has_closed(journal, state):
             return _CLOSED
         farewell = self._farewell_of(rank) if silent_s > soon else None
         if farewell is not None:
@@ -387,12 +387,12 @@ class RankState:
         return RankState(**{**fields, "waits": [Place(*wait) for wait in fields["waits"]]})
 
 
-def ranks_in(journal: str) -> list[int]:
+def _ranks_in(journal: str) -> list[int]:
     """The ranks that a journal's name consists of; none for a collective of the program's."""
     return [int(rank) for rank in journal.partition("/")[0].split("_")] if journal else []
 
 
-def has_closed(journal: Journal, state: RankState) -> bool:
+def _has_closed(journal: Journal, state: RankState) -> bool:
     """Whether a rank has closed or dropped this model. It may be late for zc.compile instead."""
     ranks, _, _ = journal.name.partition("/")
     return journal.name not in state.records and state.newest.get(ranks, 0) >= journal.number
@@ -436,7 +436,7 @@ def deadlock(states: Mapping[int, RankState], patience: float) -> tuple[list[str
         return None
     exchanges = {rank: {(place.journal, place.words) for place in state.waits} for rank, state in states.items()}
     for name, words in {exchange for waits in exchanges.values() for exchange in waits}:
-        if name and all((name, words) in exchanges[rank] for rank in ranks_in(name)):
+        if name and all((name, words) in exchanges[rank] for rank in _ranks_in(name)):
             return None
     models = sorted({place.journal for state in states.values() for place in state.waits if place.journal})
     numbers = {name: f" (of model {name.partition('/')[2]})" for name in models if len(models) > 1}

@@ -9,7 +9,7 @@ The weights of a bucket are, on one rank, in one of three states::
 Where they are sharded or coming, each parameter has a class whose ``__torch_function__`` first asks the model's weights
 (`Weights.read_param`). Those that come are waited for, and get their own class back. Those in shards become whole in a
 forward or backward that is not compiled; elsewhere functions that read an element are refused, with an error that names
-the way out. Those that read none (`reads_elements`) work, and views that they make refuse reads in the same way.
+the way out. Those that read none (`_viewed_by`) work, and views that they make refuse reads in the same way.
 torch's lazy parameters change the class of a tensor in the same way.
 
 A ``p.data``, view or array from before an update reaches the memory without the parameter. While one exists,
@@ -172,7 +172,7 @@ def _call(func: Any, args: Any, kwargs: Any) -> Any:
         return _plainly(func, args, kwargs)
     if not views and _have_bytes(params) and _can_read(func, params):
         return _lend_views(_plainly(func, args, kwargs), params)
-    viewed = None if func in _OTHERWISE_ON_META or _writes_by_name(func) else viewed_by(func, args, kwargs)
+    viewed = None if func in _OTHERWISE_ON_META or _writes_by_name(func) else _viewed_by(func, args, kwargs)
     if viewed is not None:
         absent = [tensor if isinstance(tensor, (ManagedParameter, AbsentView)) else None for tensor in viewed]
         if not any(each is not None for each in absent):
@@ -428,7 +428,7 @@ _PLAIN = (
 )  # fmt: skip
 
 
-def viewed_by(func: Callable[..., Any], args: Any, kwargs: Any) -> list[Tensor | None] | None:
+def _viewed_by(func: Callable[..., Any], args: Any, kwargs: Any) -> list[Tensor | None] | None:
     """For each leaf of what ``func(*args, **kwargs)`` returns: the argument that it is a view of, or None for a leaf
     without memory. None in place of the list: the function may read or write elements of its tensors."""
     twins: dict[int, Tensor] = {}
