@@ -213,7 +213,7 @@ OUTSIDE: dict[str, tuple[Callable[[], Net], Loop]] = {  # what stands outside of
     "reads before the blocks, compiled": (lambda: Reader("before the blocks, compiled"), plain),
     "reads its dtype, compiled": (lambda: Reader("its dtype, compiled"), plain),
 }
-SIZES = {"parts": BLOCK_NBYTES // 2, "one": BLOCK_NBYTES, "two": 2 * BLOCK_NBYTES}
+SIZES = {"parts": BLOCK_NBYTES // 2, "one": BLOCK_NBYTES, "two": 2 * BLOCK_NBYTES, "all": 2**20}
 
 
 def build(name: str) -> Net:

@@ -12,9 +12,9 @@ import re
 import pytest
 import torch
 from harness import run_ranks
-from loops_over_blocks import BLOCKS, DIM, LOOPS, SIZES, HeadOfItsOwn, Net, blocks, build, train
+from loops_over_blocks import BLOCKS, DIM, LOOPS, SIZES, Block, HeadOfItsOwn, Net, blocks, build, train
 from oracle import relative
-from tiers import FULL
+from tiers import FULL, full_only
 
 import zc
 
@@ -78,6 +78,36 @@ def test_the_same_weights_without_zc(stage: int, size: str) -> None:
 def test_the_same_weights_without_zc_in_stage_3() -> None:
     names = [name for name in LOOPS if name in WINDOWS_DIFFER or (FULL and name not in NOT_IN_STAGE_3)]
     assert run_ranks(both, 2, names, 3, "one", "aot_eager", timeout=400.0) == [[], []]
+
+
+@full_only
+def test_the_same_weights_without_zc_for_other_buckets() -> None:
+    assert run_ranks(both, 2, ["tied"], 2, "parts", "aot_eager", timeout=200.0) == [[], []]
+    assert run_ranks(both, 2, ["plain", "layer drop"], 2, "all", "aot_eager", timeout=200.0) == [[], []]
+
+
+def depths(rank: int, world_size: int) -> list[tuple[int, int, int]]:
+    """Job: Dynamo's graphs, compiled segments and schedules that passes made, by depth."""
+    counts = []
+    for depth in (4, 12):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        net = Net([Block() for _ in range(depth)])
+        net, optimizer = zc.compile(net, torch.optim.SGD(net.parameters(), lr=0.1), bucket_nbytes=2**10)
+        for _ in range(2):
+            net(torch.ones(2, DIM)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        runtime = zc.registry.sharded(net).runtime
+        schedules = [p for p in runtime.programs if p.like is None]
+        counts.append((len(runtime.ledger.graphs), len(runtime.compiled_segments), len(schedules)))
+        zc.close(net)
+    return counts
+
+
+def test_depth_adds_nothing_to_compile() -> None:
+    shallow, deep = run_ranks(depths, 1, timeout=200.0)[0]
+    assert shallow == deep and shallow[1] > 0
 
 
 def lengths(rank: int, world_size: int) -> tuple[list[str], list[float]]:

@@ -98,7 +98,7 @@ def offloaded(rank: int, world_size: int, dtype: torch.dtype | None) -> tuple[in
         net = Net()
         optimizer = torch.optim.Adam(net.parameters())
         zc.compile(
-            net, optimizer, stage=3, offload="cpu", backend="eager", param_dtype=dtype,
+            net, optimizer, stage=3, offload="cpu", backend="aot_eager" if FULL else "eager", param_dtype=dtype,
             bucket_nbytes=LAYER_NBYTES // (1 if dtype is None else 2),
         )  # fmt: skip
     x = torch.randn(4, DIM, dtype=dtype)
