@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -27,7 +27,7 @@ from zc.config import Config
 from zc.engine import param_checks
 from zc.errors import PlanError
 from zc.machine import is_cuda, note_of_connections
-from zc.offload.disk import StateFile, open_file
+from zc.offload.disk import open_file
 from zc.optim.assignment import Assignment, is_elementwise, note_of, optimizers_in, rule_of, try_out
 from zc.optim.param_writes import note_of_shared
 from zc.optim.trials import state_keys
@@ -40,6 +40,9 @@ from zc.planning.plan import BlockKind, Plan, Topology, usable
 from zc.planning.traits import elementwise_names
 from zc.ranks.group import Group
 from zc.registry import COMPILED
+
+if TYPE_CHECKING:
+    from zc.offload.disk import StateFile
 
 
 @dataclass(frozen=True)
