@@ -157,10 +157,10 @@ def test_adversary_and_threads_agree_in_program_order() -> None:
 _LATE = """
 import atexit, sys, torch
 from zc.engine import streams
-from zc.ranks import ending
+from zc.ranks import process
 if "unhooked" in sys.argv:
     atexit.unregister(streams._end_lanes)
-    atexit.unregister(ending._end_threads)
+    atexit.unregister(process._end_threads)
 made = streams.ThreadStreams()
 a = torch.ones(1000, 1000, dtype=torch.float64)
 def late():
