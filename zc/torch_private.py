@@ -1143,6 +1143,12 @@ def unscale_(grads: list[torch.Tensor], found_inf: torch.Tensor, inverse: torch.
     torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inverse)
 
 
+def multiply_all_(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
+    """Each tensor times ``factor``, 0-d, of their dtype and device; on a GPU one launch. (``torch._foreach_mul_``,
+    as torch.nn.utils.clip_grad_norm_ uses it, since 2.1.)"""
+    torch._foreach_mul_(tensors, factor)
+
+
 def let_unscale_fp16(is_ours: Callable[[torch.optim.Optimizer], bool]) -> None:
     """GradScaler.unscale_ takes optimizers of ours with fp16 parameters: their gradients are fp32 in the accumulators.
     It refuses fp16 gradients of other optimizers, as before. The first call of a process counts.

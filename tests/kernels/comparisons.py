@@ -219,7 +219,7 @@ def check_copy_writes(run: Callable[..., None], device: str, narrow: torch.dtype
         wanted[: len(odd)] = odd
         for values, each in ((masters, master), (weights, weight), (expected, wanted), (storages, storage)):
             values.append(each)
-    before = [master.to(narrow) for master in masters]
+    before = [master.to(narrow, copy=True) for master in masters]
     compared = [master.clone() for master in masters]
     run(masters, weights, None)
     run(compared, weights, before)

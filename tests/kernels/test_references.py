@@ -148,8 +148,9 @@ def test_copy_writes(narrow: torch.dtype, numel: int) -> None:
         assert not torch.equal(unwritten, unwritten.to(narrow).float()), "precision is kept"
 
 
-def test_copy_writes_of_several() -> None:
-    c.check_copy_writes(kernels.copy_writes, "cpu", c.B16, (0, 1, 63, 1025, _common.CHUNK + 7))
+@pytest.mark.parametrize("narrow", [c.B16, c.F32], ids=str)
+def test_copy_writes_of_several(narrow: torch.dtype) -> None:
+    c.check_copy_writes(kernels.copy_writes, "cpu", narrow, (0, 1, 63, 1025, _common.CHUNK + 7))
 
 
 def test_copy_writes_compares_with_what_was_there_before() -> None:

@@ -329,6 +329,13 @@ class _Watching(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@contract("multiply_all_", "torch._foreach_mul_ taking one factor as a tensor")
+def test_multiply_all() -> None:
+    tensors = [torch.tensor([1.0, 2.0]), torch.tensor([[3.0]]), torch.empty(0)]
+    torch_private.multiply_all_(tensors, torch.tensor(0.5))
+    assert [tensor.tolist() for tensor in tensors] == [[0.5, 1.0], [[1.5]], []]
+
+
 @contract("unscale_", "torch._amp_foreach_non_finite_check_and_unscale_, which GradScaler calls")
 def test_unscale() -> None:
     grads, found_inf = [torch.tensor([2.0, 4.0]), torch.tensor([6.0])], torch.zeros(1)

@@ -214,10 +214,13 @@ class GradShards:
         self.runtime.finish_gradients()
         norm: Tensor = torch.linalg.vector_norm(self._all(GRADIENT, Reduction("norm")))
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
+        shards: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for bucket in self.runtime.plan.buckets:
             if any(self.runtime.accumulators.touched[bucket.index]):
                 for shard in self.runtime.buffers.acc_copies(bucket):
-                    shard.mul_(scale.to(device=shard.device, dtype=shard.dtype))
+                    shards.setdefault((shard.device, shard.dtype), []).append(shard)
+        for (device, dtype), alike in shards.items():
+            torch_private.multiply_all_(alike, scale.to(device=device, dtype=dtype))
         self.drop_norms()
         return norm.to(torch.float32)
 
