@@ -116,8 +116,10 @@ def step_rows(
 def depart(row: dict[str, Any], known: list[rows.Row], tolerance: float = 3e-2) -> str | None:
     """Why a time may not be shown: its loss after five updates is not the floor's of the same session (bf16; on one
     rank the floor is the same training). On a paced network the first update makes up other ranks' weights: there the
-    loss before it is compared."""
+    loss before it is compared, and none of who shards weights from the start."""
     if row["status"] != "ok" or row["provider"] == FLOOR:
+        return None
+    if row.get("network") and run.PROVIDERS[row["provider"]].shards_weights:
         return None
     column, when = ("loss_before", "before any update") if row.get("network") else ("loss_after_5", "after 5 updates")
     floors = [r for r in known if (r["case"], r["provider"], r["status"]) == (row["case"], FLOOR, "ok")]

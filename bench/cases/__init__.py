@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import torch
 
+from zc.version import __version__
+
 
 class Case(NamedTuple):
     """One workload. ``flags`` go to bench.train, the same for every provider."""
@@ -68,11 +70,13 @@ class Provider(NamedTuple):
     group: str  # the memory class it is compared within: "zero", "ddp", "floor"
     package: str = "torch"  # whose version counts
     communicates: bool = True  # else its losses agree before the first update only
+    shards_weights: bool = False  # on a modelled network, whose other ranks are made up, so are weights from the start
     by_default: bool = True
 
 
 def _zc(stage: int, *flags: str, by_default: bool = True) -> Provider:
-    return Provider(("--system", "zc", "--stage", str(stage), *flags), "zero", "zero-compile", by_default=by_default)
+    flags = ("--system", "zc", "--stage", str(stage), *flags)
+    return Provider(flags, "zero", "zero-compile", by_default=by_default, shards_weights=stage == 3)
 
 
 def _ds(stage: int, *flags: str, system: str = "deepspeed", by_default: bool = True) -> Provider:
@@ -87,7 +91,7 @@ PROVIDERS = {
     "DDP + compile": Provider(("--system", "ddp-view"), "ddp"),
     "zc stage 1": _zc(1),
     "DDP + ZeroRedundancyOptimizer + compile": Provider(("--system", "zero-redundancy"), "zero"),
-    "FSDP2 + compile": Provider(("--system", "fsdp2"), "zero"),
+    "FSDP2 + compile": Provider(("--system", "fsdp2"), "zero", shards_weights=True),
     "DeepSpeed ZeRO-2 + compile": _ds(2),
     "DeepSpeed ZeRO-1 + compile": _ds(1),
     "DeepSpeed ZeRO-1 + DeepCompile": _ds(1, system="deepcompile"),
@@ -95,11 +99,13 @@ PROVIDERS = {
     "zc stage 2, eager": _zc(2, *EAGER),
     "DDP": Provider(("--system", "ddp-view", *EAGER), "ddp"),
     "DDP + ZeroRedundancyOptimizer": Provider(("--system", "zero-redundancy", *EAGER), "zero"),
-    "FSDP2": Provider(("--system", "fsdp2", *EAGER), "zero"),
+    "FSDP2": Provider(("--system", "fsdp2", *EAGER), "zero", shards_weights=True),
     "DeepSpeed ZeRO-2": _ds(2, *EAGER),
     "DeepSpeed ZeRO-1": _ds(1, *EAGER),
     "zc stage 3": _zc(3),
-    "FSDP2, reshard_after_forward + compile": Provider(("--system", "fsdp2", "--stage", "3"), "zero"),
+    "FSDP2, reshard_after_forward + compile": Provider(
+        ("--system", "fsdp2", "--stage", "3"), "zero", shards_weights=True
+    ),
     "zc stage 2, overlap_gather": _zc(2, "--overlap-gather"),
     "zc stage 2, int8": _zc(2, *INT8, by_default=False),
     "zc stage 2, overlap_gather, int8": _zc(2, "--overlap-gather", *INT8, by_default=False),
@@ -136,6 +142,8 @@ def version_of(provider: Provider) -> str | None:
     """Version of the provider's package; None where it is not installed."""
     if provider.package == "torch":
         return str(torch.__version__)
+    if provider.package == "zero-compile":  # this checkout's, installed or not
+        return __version__
     try:
         return importlib.metadata.version(provider.package)
     except importlib.metadata.PackageNotFoundError:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 from pathlib import Path
 
 import pytest
 import torch
 
-from bench import gpu, kernels, scale
+import zc
+from bench import cases, gpu, kernels, scale
 from bench.report import rows
 
 
@@ -16,6 +18,31 @@ def test_without_a_gpu_it_says_so_and_writes_nothing(tmp_path: Path, monkeypatch
     with pytest.raises(SystemExit, match=r"torch.cuda.is_available\(\) is False: nothing is measured"):
         gpu.main(["--csv", str(tmp_path / "gpu.csv")])
     assert not (tmp_path / "gpu.csv").exists()
+
+
+def test_a_loss_that_departs_from_the_floors_takes_the_time_away() -> None:
+    ok = {"case": "llama-0.3b-512-ga1", "status": "ok"}
+    floor = ok | {"provider": gpu.FLOOR, "loss_before": "10.5", "loss_after_5": "9.0"}
+    ours = ok | {"provider": "zc stage 2", "network": "", "loss_before": "10.5", "loss_after_5": "9.5"}
+    assert gpu.depart(ours, [floor]) == "loss after 5 updates is 9.50000, the floor's is 9.00000"
+    paced = ours | {"network": "zero"}
+    assert gpu.depart(paced, [floor]) is None, "the other ranks' updates are made up"
+    assert gpu.depart(paced | {"loss_before": "10.9"}, [floor]) is not None
+    sharded = paced | {"provider": "FSDP2 + compile", "loss_before": "10.9"}
+    assert gpu.depart(sharded, [floor]) is None, "so are the other ranks' weights"
+    assert gpu.depart(sharded | {"network": ""}, [floor]) is not None
+    assert gpu.depart(ours | {"case": "another"}, [floor]) == "no floor to compare its losses with"
+
+
+def test_what_is_measured_is_this_checkout_installed_or_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU machine that has torch alone, zc was skipped as not installed."""
+
+    def version(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    assert cases.version_of(cases.PROVIDERS["zc stage 2"]) == zc.__version__
+    assert cases.version_of(cases.PROVIDERS["DeepSpeed ZeRO-2 + compile"]) is None
 
 
 def test_every_kernel_is_timed_and_one_that_is_wrong_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
