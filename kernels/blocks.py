@@ -39,6 +39,7 @@ from zc.kernels._common import (
     scratch_like,
     tl,
     use_triton,
+    without_grad,
 )
 
 BLOCK = 256  # elements that share a scale
@@ -142,7 +143,7 @@ def _check_wire(name: str, wire: Tensor, blocks: Blocks) -> None:
 
 
 
-@torch.no_grad()
+@without_grad
 def encode_blocks(x: Tensor, wire: Tensor, blocks: Blocks, *, base: Tensor | None = None) -> None:
     """``wire`` <- the blocks of ``x``, or of ``x - base``. Exact blocks are those of ``x`` in either case.
 
@@ -255,7 +256,7 @@ def encode(x, base, wire, words, table, num_blocks, TOP: constexpr, TINY: conste
 
 
 
-@torch.no_grad()
+@without_grad
 def sum_blocks(rows: Tensor, out: Tensor, blocks: Blocks, *, scale: float, add: bool) -> None:
     """``s = ((rows[0] + rows[1]) + rows[2]) + ...`` of the decoded rows, in fp32; ``out = s * scale``, or
     ``out += s * scale`` with ``add``. Rounded as in `reduce_rows`.
@@ -271,7 +272,7 @@ def sum_blocks(rows: Tensor, out: Tensor, blocks: Blocks, *, scale: float, add: 
     _run(rows, out, blocks, scale=scale, add=add, is_update=False)
 
 
-@torch.no_grad()
+@without_grad
 def add_blocks(wire: Tensor, out: Tensor, blocks: Blocks) -> None:
     """``out +=`` the decoded blocks, in fp32, rounded to the dtype of ``out``; exact blocks replace their elements.
 

@@ -28,6 +28,7 @@ from zc.kernels._common import (
     scratch_like,
     tl,
     use_triton,
+    without_grad,
 )
 from zc.kernels._slots import find_row, to_device
 
@@ -37,7 +38,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _NARROW = (torch.bfloat16, torch.float16)
 
 
-@torch.no_grad()
+@without_grad
 def copy_writes(masters: Sequence[Tensor], weights: Sequence[Tensor], before: Sequence[Tensor] | None = None) -> None:
     """``masters[i] = weights[i]`` where ``weights[i]`` is not ``masters[i]`` rounded to its dtype; elsewhere a master
     keeps its precision. With ``before``, where ``weights[i]`` is not ``before[i]``.

@@ -29,6 +29,7 @@ from zc.kernels._common import (
     scratch_like,
     tl,
     use_triton,
+    without_grad,
 )
 
 MOST_UNROLLED = 16  # rows: 34 to 70 registers of 255 on sm_90, none spilled
@@ -36,7 +37,7 @@ GROUP = 8  # of more rows so many at a time. 4 to 11 loads of a thread come befo
 BLOCK = 2048  # 8 elements per thread on NVIDIA (16) and AMD (256 threads of 8): a 128-bit access of bf16 on both
 
 
-@torch.no_grad()
+@without_grad
 def reduce_rows(rows: Tensor, out: Tensor, *, scale: float, add: bool, keeps_rows: bool = True) -> None:
     """``s = ((rows[0] + rows[1]) + rows[2]) + ...`` in fp32; ``out = s * scale``, or ``out += s * scale`` with ``add``.
 

@@ -26,6 +26,7 @@ from zc.kernels._common import (
     scratch_like,
     tl,
     use_triton,
+    without_grad,
 )
 from zc.kernels._private import copy_all_
 from zc.kernels._slots import find_row, to_device
@@ -39,7 +40,7 @@ _UNALIGNED = 4  # added to the dtype's kind
 _ALIGN = 8  # fp64 elements in 64 bytes: MKL's dot product adds in another order where its operand starts elsewhere
 
 
-@torch.no_grad()
+@without_grad
 def sums_of_squares(tensors: Sequence[Tensor]) -> Tensor:
     """[len(tensors)] float64 on their device: element ``i`` is the sum over ``j`` of ``tensors[i][j] ** 2``.
 

@@ -42,11 +42,12 @@ from zc.kernels._common import (
     check_slots,
     pieces,
     use_triton,
+    without_grad,
 )
 from zc.kernels._private import add_all_, copy_all_, views_of
 
 
-@torch.no_grad()
+@without_grad
 def flatten_cast(out: Tensor, grads: Sequence[Tensor], offsets: Sequence[int]) -> None:
     """``out[offsets[i] : offsets[i] + grads[i].numel()] = grads[i].flatten()``, rounded once; every other element is 0.
 
@@ -84,7 +85,7 @@ def flatten_cast(out: Tensor, grads: Sequence[Tensor], offsets: Sequence[int]) -
         copy_all_(views, tensors)
 
 
-@torch.no_grad()
+@without_grad
 def accumulate_cast(acc: Tensor, grads: Sequence[Tensor], offsets: Sequence[int]) -> None:
     """``acc[offsets[i] : offsets[i] + grads[i].numel()] += grads[i].flatten()``; the rest stays as it is.
 
@@ -132,7 +133,7 @@ def accumulate_cast_reference(acc: Tensor, grads: Sequence[Tensor], offsets: Seq
 _HALVES = (torch.bfloat16, torch.float16)
 
 
-@torch.no_grad()
+@without_grad
 def matmul_into(out: Tensor, a: Tensor, b: Tensor, *, add: bool) -> None:
     """``out (+)= a @ b``.
 
@@ -171,7 +172,7 @@ def matmul_into(out: Tensor, a: Tensor, b: Tensor, *, add: bool) -> None:
         (torch.mm if a.dim() == 2 else torch.bmm)(a, b, out=slot, **more)
 
 
-@torch.no_grad()
+@without_grad
 def scatter_into(out: Tensor, index: Tensor, mask: Tensor, values: Tensor, *, add: bool) -> None:
     """``out[index[i]] += values[i]`` for each i where ``mask``, in the order of i on a CPU; without ``add`` from zeros.
 
@@ -192,7 +193,7 @@ def scatter_into(out: Tensor, index: Tensor, mask: Tensor, values: Tensor, *, ad
         rows.index_add_(0, index.clamp(0, rows.shape[0] - 1).reshape(-1), masked)
 
 
-@torch.no_grad()
+@without_grad
 def rows_into(out: Tensor, index: Tensor, values: Tensor, *, add: bool) -> None:
     """``out[index[i]] += values[i]``, as `scatter_into` without a mask. A negative index counts from the end; torch
     raises for one out of range, as it does for index_put."""

@@ -7,6 +7,8 @@ answers the same questions after it has heard the others.
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
@@ -140,9 +142,9 @@ class Agreement:
 
     def _add_grads(self, flags: Sequence[int]) -> None:
         """``flags``: by parameter, in the order of the plan, and perhaps more behind."""
-        grads = zip(self._grads_in(flags), self.has_grad, strict=True)
-        self.has_grad = [[a or b for a, b in zip(*pair, strict=True)] for pair in grads]
+        both = zip(self._grads_in(flags), self.has_grad, strict=True)
+        self.has_grad = [list(map(operator.or_, new, old)) for new, old in both]
 
     def _grads_in(self, flags: Sequence[int]) -> list[list[bool]]:
         items = iter(flags)
-        return [[bool(next(items)) for _ in slots] for slots in self.has_grad]
+        return [list(map(bool, itertools.islice(items, len(slots)))) for slots in self.has_grad]

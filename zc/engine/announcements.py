@@ -99,9 +99,9 @@ class Announcements(Agreement):
         return self._proposal is not None
 
     def begin(self, source: str, buckets: Sequence[int] | None, grads: frozenset[Where], *, is_boundary: bool) -> None:
-        every = range(len(self.plan.buckets))
-        proposed = self._last_order.get(source, list(every if buckets is None else buckets))
-        names = (f"{b} ({self.plan.buckets[b].slots[0].name}, ...)" for b in proposed)
+        records = self.plan.buckets
+        proposed = self._last_order.get(source, list(range(len(records)) if buckets is None else buckets))
+        names = (f"{b} ({records[b].slots[0].name}, ...)" for b in proposed)
         what = f"reduce buckets {', '.join(names)}{'' if is_boundary else ' in a microbatch'}"
         self._proposal = _Proposal(self.announce(what, self._flags(grads)), source, proposed, is_boundary)
 
@@ -263,12 +263,15 @@ class Announcements(Agreement):
     def _flags(self, grads: frozenset[Where] = frozenset(), unreduced: Collection[int] = ()) -> list[int]:
         """By parameter whether this rank has a gradient; by bucket whether it still has to reduce one; and whether a
         ``param.grad`` was read."""
-        flags = self._accs.touched_flags()
+        touched = self._accs.touched_flags()
+        flags = [*touched, *[0] * len(self.has_grad), 0]
         if grads:
-            first = list(itertools.accumulate((len(b.slots) for b in self.plan.buckets), initial=0))
+            first = list(itertools.accumulate(map(len, self.has_grad), initial=0))
             for bucket, slot in grads:
                 flags[first[bucket] + slot] = 1
-        return [*flags, *(int(b.index in unreduced) for b in self.plan.buckets), 0]
+        for bucket in unreduced:
+            flags[len(touched) + bucket] = 1
+        return flags
 
     def _split(self, flags: Sequence[int]) -> tuple[Sequence[int], list[int], bool]:
         """The parts of `_flags`; the buckets by number."""

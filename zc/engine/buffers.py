@@ -581,4 +581,4 @@ class Accumulators:
 
     def set_touched(self, flags: Sequence[int]) -> None:
         items = iter(flags)
-        self.touched = [[bool(next(items)) for _ in bucket.slots] for bucket in self.plan.buckets]
+        self.touched = [list(map(bool, itertools.islice(items, len(bucket.slots)))) for bucket in self.plan.buckets]

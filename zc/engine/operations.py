@@ -30,6 +30,7 @@ from zc.schedule.spec import BucketOp, FlattenCast, Op, Reduce, Role, Spans, Tak
 
 if TYPE_CHECKING:
     from zc.engine.program import Segment
+    from zc.planning.plan import Bucket
 
 
 Grads = Sequence[Tensor | None]
@@ -41,9 +42,9 @@ def flatten_cast(
     accs: Accumulators, bucket: int, buffer: str, slots: Sequence[int], grads: Grads, spans: Spans | None = None
 ) -> None:
     log.debug("bucket %d: slots %s are written into %s", bucket, slots, buffer)
-    accs.buffers.allocate(accs.plan.buckets[bucket])
-    out = accs.buffers.named(buffer, accs.plan.buckets[bucket])
-    _overwrite(out, *_present(accs, bucket, slots, grads), spans)
+    record = accs.plan.buckets[bucket]
+    accs.buffers.allocate(record)
+    _overwrite(accs.buffers.named(buffer, record), *_present(accs, record, slots, grads), spans)
 
 
 def accumulate_cast(
@@ -53,7 +54,7 @@ def accumulate_cast(
     record = accs.plan.buckets[bucket]
     accs.buffers.allocate(record)
     acc = accs.buffers.named(buffer, record)
-    present, offsets = _present(accs, bucket, slots, grads)
+    present, offsets = _present(accs, record, slots, grads)
     accs.landed[bucket] = False
     accs.fill_with_zeros(bucket, acc)
     if accs.state[bucket] is Acc.PARTIAL:
@@ -103,9 +104,9 @@ def _overwrite(out: Tensor, grads: Sequence[Tensor], offsets: Sequence[int], spa
         overwrite(out[start:stop], [g for g, _ in inside], [at for _, at in inside])
 
 
-def _present(accs: Accumulators, bucket: int, slots: Sequence[int], grads: Grads) -> tuple[list[Tensor], list[int]]:
+def _present(accs: Accumulators, bucket: Bucket, slots: Sequence[int], grads: Grads) -> tuple[list[Tensor], list[int]]:
     """The gradients that are not None, each in the memory order of its slot, and their offsets."""
-    layout, touched = accs.plan.buckets[bucket].slots, accs.touched[bucket]
+    layout, touched = bucket.slots, accs.touched[bucket.index]
     present, offsets = [], []
     for k, grad in zip(slots, grads, strict=True):
         if grad is not None:

@@ -79,11 +79,16 @@ class Lane:
         self.error: BaseException | None = None
         self._tasks: queue.SimpleQueue[Task | _Fence | None] = queue.SimpleQueue()
         self.thread = process.start_thread(_work, (weakref.ref(self), self._tasks), f"zc {name}")
+        self.put: Callable[[Task | _Fence], None] = self._tasks.put
         self.close = weakref.finalize(self, self._tasks.put, None)
         _LANES.add(self)
 
-    def put(self, task: Task | _Fence) -> None:
-        self._tasks.put(task)
+
+class _Lanes(dict[str, Lane]):
+    """By stream; made when first used."""
+
+    def __missing__(self, stream: str) -> Lane:
+        return self.setdefault(stream, Lane(stream))
 
 
 _LANES: weakref.WeakSet[Lane] = weakref.WeakSet()
@@ -139,6 +144,10 @@ class _Fence:
         self.reached.set()
 
 
+_REACHED = _Fence()  # each record on the main stream, whose tasks the issuing thread has run
+_REACHED.reach()
+
+
 class ThreadStreams:
     """CPU streams: the main stream is the thread that issues schedules, and every other one is a worker thread, made
     when first used. Only the issuing thread calls the methods, `record_streams` excepted.
@@ -150,7 +159,7 @@ class ThreadStreams:
         self.clock = Clock(torch.device("cpu"))
         self._delays = dict(delays or {})
         # Only the issuing thread uses these two. A lane gets its tasks, and nothing else.
-        self._lanes: dict[str, Lane] = {}
+        self._lanes = _Lanes()
         self._fences: dict[str, tuple[str, _Fence]] = {}  # event -> stream and latest record
         self.wait_for: Callable[[threading.Event], object] = threading.Event.wait  # how the main stream waits
 
@@ -160,14 +169,13 @@ class ThreadStreams:
         if stream == MAIN:
             task()
         else:
-            self._lane(stream).put(task)
+            self._lanes[stream].put(task)
 
     def record(self, event: str, stream: str) -> None:
-        fence = _Fence()
-        if stream == MAIN:
-            fence.reach()  # the issuing thread has run all its tasks
-        else:
-            self._lane(stream).put(fence)
+        fence = _REACHED
+        if stream != MAIN:
+            fence = _Fence()
+            self._lanes[stream].put(fence)
         self._fences[event] = (stream, fence)
 
     def wait(self, event: str, stream: str) -> None:
@@ -177,9 +185,10 @@ class ThreadStreams:
         if stream == MAIN:
             if not fence.reached.is_set():
                 self.wait_for(fence.reached)
-            self._raise(recorded_on)  # a lane reaches a fence after an error, too
+            if self._lanes[recorded_on].error is not None:  # a lane reaches a fence after an error, too
+                self._raise(recorded_on)
         elif not fence.reached.is_set():
-            self._lane(stream).put(fence.reached.wait)
+            self._lanes[stream].put(fence.reached.wait)
 
     def error_before(self, event: str) -> str | None:
         _, fence = self._fences.get(event, (MAIN, None))
@@ -215,11 +224,6 @@ class ThreadStreams:
             lane.close()
         self._lanes.clear()
         self._fences.clear()
-
-    def _lane(self, stream: str) -> Lane:
-        if stream not in self._lanes:
-            self._lanes[stream] = Lane(stream)
-        return self._lanes[stream]
 
     def _raise(self, stream: str) -> None:
         lane = self._lanes[stream]

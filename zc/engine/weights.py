@@ -230,25 +230,25 @@ class Weights(Part):
 
     def _fill(self, buckets: Sequence[int], *, is_exact: bool) -> None:
         """Fills flat_param of ``buckets``."""
-        core = self.core
+        core, plan = self.core, self.core.plan
         if not buckets:
             return
-        filled = (core.plan.buckets[index] for index in buckets)
-        of_masters = [b for b in filled if b.has_master and (is_exact or not core.plan.encodes_gathers(b))]
+        filled = (plan.buckets[index] for index in buckets)
+        of_masters = [b for b in filled if b.has_master and (is_exact or not plan.encodes_gathers(b))]
         if of_masters:
             shards = [core.buffers.owned(core.buffers.flat_param[bucket.index], bucket) for bucket in of_masters]
             copy_all_(shards, [core.buffers.master_shard[bucket.index].detach() for bucket in of_masters])
         for bucket in of_masters:
             core.buffers.remember_shard(bucket)
-        some = None if len(buckets) == len(core.plan.buckets) else frozenset(buckets)
-        is_encoded = core.plan.encodes_gathers(core.plan.buckets[0])  # all are alike
+        some = None if len(buckets) == len(plan.buckets) else frozenset(buckets)
+        is_encoded = plan.encodes_gathers(plan.buckets[0])  # all are alike
         self._gather(is_exact=is_exact and is_encoded)([], core.streams, buckets=some)
 
     def published(self, buckets: Sequence[int]) -> None:
         """A schedule has written the weights of ``buckets``, unseen by autograd. So their versions increase, and a
         backward through a forward from before this step fails, as in PyTorch."""
-        core = self.core
-        params = [param for index in buckets for _, param in core.params_in(core.plan.bucket(index))]
+        core, plan = self.core, self.core.plan
+        params = [param for index in buckets for _, param in core.params_in(plan.bucket(index))]
         torch.autograd.graph.increment_version(params)
 
     def open_shards(self) -> None:

@@ -292,7 +292,12 @@ class Plan:
 
     def of_optimizer(self, number: int | None) -> tuple[Bucket, ...]:
         """The buckets of one optimizer; None: of all."""
-        return tuple(b for b in self.buckets if number is None or b.optimizer == number)
+        return self.buckets if number is None else self._by_optimizer.get(number, ())
+
+    @cached_property
+    def _by_optimizer(self) -> dict[int, tuple[Bucket, ...]]:
+        numbers = {bucket.optimizer for bucket in self.buckets}
+        return {number: tuple(b for b in self.buckets if b.optimizer == number) for number in numbers}
 
     @cached_property
     def num_optimizers(self) -> int:
