@@ -196,7 +196,7 @@ class Runtime(Core):
             self.agreement.begin("hooks", None, frozenset(), is_boundary=self.is_boundary)
             return
         # a graph that does not bring all gradients is one of several: the last backward like it tells which ones
-        is_all = len(program.gradients) == sum(b.num_params for b in self.plan.buckets)
+        is_all = len(program.gradients) == self.plan.num_params
         reductions = program.reductions if is_all else None
         self.agreement.begin(program.name, reductions, program.gradients, is_boundary=self.is_boundary)
 

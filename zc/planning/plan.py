@@ -300,6 +300,11 @@ class Plan:
         return {number: tuple(b for b in self.buckets if b.optimizer == number) for number in numbers}
 
     @cached_property
+    def num_params(self) -> int:
+        """Parameters that train and have not left the plan."""
+        return sum(bucket.num_params for bucket in self.buckets)
+
+    @cached_property
     def num_optimizers(self) -> int:
         """One more than the highest number of an optimizer that has a bucket."""
         return max((b.optimizer for b in self.buckets), default=0) + 1
