@@ -1,25 +1,15 @@
-"""Two ranks on one GPU end with plain PyTorch's weights, over NCCL and over gloo.
-
-NCCL refuses two ranks of one host on one device ("Duplicate GPU detected"). NCCL_HOSTID makes each rank a host of its
-own to it, and they exchange over sockets on the loopback: slow, but communicators, streams and kernels are NCCL's own.
-gloo copies through host memory. To zc both ranks are on one host in either case.
-"""
+"""Two ranks on one GPU end with plain PyTorch's weights, over NCCL and over gloo (see two_ranks.py)."""
 
 from __future__ import annotations
 
-import json
-import os
-import socket
-import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
+from two_ranks import TwoRanks
 
 import zc
 
@@ -28,35 +18,15 @@ pytestmark = pytest.mark.skipif(
 )
 WIDTH, NUM_STEPS, CLIP = 256, 4, 0.5
 LIMIT_S = 100.0  # of one test, below the runner's (first.py)
-ON_ONE_GPU = {
-    "NCCL_SOCKET_IFNAME": "lo", "NCCL_NET": "Socket", "NCCL_IB_DISABLE": "1", "NCCL_P2P_DISABLE": "1",
-    "NCCL_SHM_DISABLE": "1", "NCCL_MAX_NCHANNELS": "2", "NCCL_DEBUG": "WARN", "GLOO_SOCKET_IFNAME": "lo",
-}  # fmt: skip
 
 
-def on_one_gpu(job: Callable[..., Any], backend: str, folder: Path, *args: Any) -> list[Any]:
-    """What ``job(rank, *args)`` returns on each rank, as JSON knows it."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    ranks = mp.spawn(_rank, args=(port, backend, str(folder), job, args), nprocs=2, join=False)
-    end = time.monotonic() + LIMIT_S
-    while not ranks.join(timeout=max(0.1, end - time.monotonic())):
-        if time.monotonic() > end:
-            for process in ranks.processes:
-                process.kill()
-            pytest.fail(f"no end in {LIMIT_S:.0f} s")
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
-
-
-def _rank(rank: int, port: int, backend: str, folder: str, job: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    os.environ.update(ON_ONE_GPU, NCCL_HOSTID=f"zc-{rank}")
-    torch.cuda.set_device(0)
-    dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    try:
-        (Path(folder) / f"rank{rank}.json").write_text(json.dumps(job(rank, *args)))
-    finally:
-        dist.destroy_process_group()
+@pytest.fixture(scope="module")
+def on_one_gpu() -> Iterator[Callable[..., list[Any]]]:
+    """``on_one_gpu(backend, job, *args)``: what ``job(rank, *args)`` returns on each rank."""
+    pairs = {backend: TwoRanks(backend, LIMIT_S) for backend in ("nccl", "gloo")}
+    yield lambda backend, job, *args: pairs[backend].run(job, *args)
+    for pair in pairs.values():
+        pair.close()
 
 
 def _sum(rank: int) -> list[float]:
@@ -65,8 +35,8 @@ def _sum(rank: int) -> list[float]:
     return x.unique().tolist()
 
 
-def test_nccl_takes_two_ranks_on_one_gpu(tmp_path: Path) -> None:
-    assert on_one_gpu(_sum, "nccl", tmp_path) == [[3.0], [3.0]]
+def test_nccl_takes_two_ranks_on_one_gpu(on_one_gpu: Callable[..., list[Any]]) -> None:
+    assert on_one_gpu("nccl", _sum) == [[3.0], [3.0]]
 
 
 def _perceptron() -> nn.Module:
@@ -136,6 +106,8 @@ COMPILED = [
 @pytest.mark.parametrize("on_side", [False, True], ids=["one stream", "two streams"])
 @pytest.mark.parametrize("options", [*EAGER, *COMPILED], ids=str)
 @pytest.mark.parametrize("backend", ["nccl", "gloo"])
-def test_plain_pytorchs_weights(backend: str, options: dict[str, Any], on_side: bool, tmp_path: Path) -> None:
-    for difference in on_one_gpu(_differences, backend, tmp_path, options, on_side):
+def test_plain_pytorchs_weights(
+    backend: str, options: dict[str, Any], on_side: bool, on_one_gpu: Callable[..., list[Any]]
+) -> None:
+    for difference in on_one_gpu(backend, _differences, options, on_side):
         assert max(difference.values()) < 1e-4, difference
