@@ -1,5 +1,5 @@
-"""Optimizer state of frozen parameters, and state under strings: saved, and loaded where a run goes on as plain PyTorch
-does."""
+"""Optimizer state of frozen parameters, in lists and dicts, and under strings: saved, and loaded where a run goes on as
+plain PyTorch does."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from harness import run_ranks
 from torch import Tensor, nn
 from torch.optim import Adagrad, AdamW, Optimizer
@@ -37,7 +39,35 @@ def _weights(model: nn.Module) -> dict[str, Tensor]:
     return {name: param.detach().clone() for name, param in model.named_parameters()}
 
 
+@zc.elementwise
+class Recent(Optimizer):
+    """Steps along the last gradients, which it keeps in a list or another ``container``, with their average in a
+    dict."""
+
+    def __init__(self, params: Any, container: Any = list) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.container = container
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in (p for p in group["params"] if p.grad is not None):
+                state = self.state[param]
+                last = state.setdefault("last", self.container())
+                if isinstance(last, tuple):
+                    last = state["last"] = (*last[-1:], param.grad.clone())
+                else:
+                    last.append(param.grad.clone())
+                    while len(last) > 2:
+                        del last[0]
+                average = state.setdefault("average", {"of": torch.zeros_like(param), "step": torch.zeros(())})
+                average["of"].add_(param.grad)
+                average["step"].add_(1)
+                param.sub_(sum(last) + average["of"] / average["step"], alpha=group["lr"])
+
+
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
+    "recent": Recent,
     "adagrad": lambda params: Adagrad(params, lr=0.1),  # its __init__ makes states, of frozen parameters, too
     "adamw": lambda params: AdamW(params, lr=0.01),
 }
@@ -249,3 +279,39 @@ def test_lists_in_states_and_dicts_in_options_stay_what_they_are(tmp_path: Path)
             zc.load_state_dict(model, optimizer, state)
         _train(model, optimizer, 2, 4)
         torch.testing.assert_close(_weights(model), wanted, msg=way)
+
+
+def _hide(rank: int, world_size: int, folder: Path, container: Any) -> list[tuple[str, str]]:
+    plain = _model()
+    first = Recent(plain.parameters(), container)
+    _train(plain, first, 0, 2)
+    whole = {"model": plain.state_dict(), "optimizer": first.state_dict()}
+    if rank == 0:
+        numbered = whole["optimizer"]
+        names = [name for name, _ in plain.named_parameters()]
+        groups = [{**group, "params": names} for group in numbered["param_groups"]]
+        states = {names[number]: items for number, items in numbered["state"].items()}
+        tree = {"model": whole["model"], "optimizer": {"state": states, "param_groups": groups}}
+        dcp.save(tree, checkpoint_id=folder / "theirs", no_dist=True)
+    dist.barrier()
+    model = _model()
+    optimizer = Recent(model.parameters(), container)
+    zc.compile(model, optimizer, backend="eager", bucket_nbytes=64)
+    _train(model, optimizer, 0, 1)
+    weights = _weights(model)
+    refused = [
+        message_of(lambda: zc.save(folder / "ours", model, optimizer)),
+        message_of(lambda: zc.full_optimizer_state(model, optimizer)),
+        message_of(lambda: zc.load_state_dict(model, optimizer, whole)),
+        message_of(lambda: optimizer.load_state_dict(whole["optimizer"])),
+        message_of(lambda: zc.load(folder / "theirs", model, optimizer)),
+    ]
+    assert all(torch.equal(weight, weights[name]) for name, weight in _weights(model).items())
+    return refused
+
+
+def test_a_tuple_of_tensors_is_refused_where_it_would_be_cut(tmp_path: Path) -> None:
+    """DCP looks into lists and dicts alone."""
+    for texts in run_ranks(_hide, 2, tmp_path, tuple):
+        for kind, text in texts:
+            assert kind == "CheckpointError" and "state last of " in text and "is a tuple of tensors" in text, text

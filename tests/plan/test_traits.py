@@ -17,10 +17,10 @@ def test_every_class_of_torch_is_in_the_table() -> None:
     assert theirs - {"Optimizer"} == set(TRAITS)
 
 
-def after_a_step(name: str, **options: object) -> Optimizer:
-    param = torch.nn.Parameter(torch.ones(6, 4))
+def after_a_step(name: str, shape: tuple[int, ...] = (6, 4), **options: object) -> Optimizer:
+    param = torch.nn.Parameter(torch.ones(shape))
     optimizer: Optimizer = getattr(torch.optim, name)([param], **options)
-    param.grad = torch.linspace(-1, 1, 24).view(6, 4)
+    param.grad = torch.linspace(-1, 1, param.numel()).view(shape)
     optimizer.step()
     return optimizer
 
@@ -30,6 +30,25 @@ def test_the_states_that_it_keeps(name: str) -> None:
     (state, *_) = after_a_step(name).state.values() or [{}]
     kept = [value for value in state.values() if isinstance(value, torch.Tensor) and value.numel() == 24]
     assert len(kept) == num_states(name) == TRAITS[name].num_states
+
+
+ALL_TENSORS = {  # options with which a class keeps all that it can keep
+    "SGD": {"momentum": 0.9}, "Adam": {"amsgrad": True}, "AdamW": {"amsgrad": True},
+    "RMSprop": {"momentum": 0.9, "centered": True},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [name for name, traits in TRAITS.items() if traits.refusal is None])
+def test_the_shapes_of_its_states(name: str) -> None:
+    """Of a matrix and, where it takes one, of a vector; all else that it keeps is one number."""
+    traits, seen = TRAITS[name], set[str]()
+    for shape in [(6, 4)] if name == "Muon" else [(6, 4), (6,)]:
+        (state,) = after_a_step(name, shape, **ALL_TENSORS.get(name, {})).state.values()
+        for key, value in state.items():
+            known = traits.shape_of(key, shape)
+            assert known == tuple(value.shape) if known is not None else torch.as_tensor(value).numel() == 1, key
+            seen |= {key} if known is not None else set()
+    assert seen == {*traits.tensors, *traits.sums}
 
 
 @pytest.mark.parametrize("name", elementwise_names())

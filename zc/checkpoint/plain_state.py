@@ -29,7 +29,7 @@ from zc.checkpoint.other_state import OTHER, TOGETHER, check_together, frozen_of
 from zc.checkpoint.shards import ShardOf
 from zc.checkpoint.state import groups_of, numbered, others, owned
 from zc.checkpoint.target import Path, Target, add_model, add_optimizers, check_groups, check_names
-from zc.engine.memory_order import in_shape
+from zc.engine.memory_order import change_each, in_shape
 from zc.errors import CheckpointError
 from zc.optim.assignment import parts_of
 from zc.planning.plan import Plan
@@ -245,9 +245,12 @@ def _cut(sharded_model: ShardedModel, one: ShardedOptimizer, state: dict[str, An
     local: dict[Any, Any] = dict(by_string)
     mine, frozen = owned(sharded_model), frozen_of(one)
     for name, values in target.by_name("optimizer", "state").items():
+
+        def own_elements(_: Any, value: Any, name: str = name) -> Any:
+            return in_shape(value.local, mine[name].slot) if isinstance(value, ShardOf) else value
+
         local[numbers[id(frozen[name] if name in frozen else one.slices[name])]] = {
-            key: in_shape(value.local, mine[name].slot) if isinstance(value, ShardOf) else value
-            for key, value in values.items()
+            key: change_each(own_elements, key, item) for key, item in values.items()
         }
     return {**state, "state": local, "param_groups": groups}
 

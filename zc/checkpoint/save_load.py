@@ -27,7 +27,7 @@ from zc.checkpoint.folders import Unfinished, partial_of
 from zc.checkpoint.plain_state import from_plain
 from zc.checkpoint.saving import Saving, channel_of, checkpoint_errors, finish_pending
 from zc.checkpoint.state import host_copy, state_of, synchronized
-from zc.checkpoint.target import check_groups, commit, make_target
+from zc.checkpoint.target import check_groups, check_values, commit, make_target
 from zc.errors import CheckpointError
 from zc.optim.assignment import Optimizers
 from zc.version import __version__
@@ -157,6 +157,7 @@ def load(path: str | Path, model: nn.Module, optimizer: Optimizers) -> Any:
     channel.group.wait_for(read, what)
     with channel.together(what), checkpoint_errors(what):
         read.result()
+        check_values(sharded_model, target)
         check_groups(sharded_model, target)
         extra = target.extra()
     commit(model, sharded_model, target)

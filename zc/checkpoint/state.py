@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,7 +13,7 @@ from torch.optim import Optimizer
 
 from zc.checkpoint.other_state import OTHER, TOGETHER, note_of, state_by_string, states_of_frozen, together
 from zc.checkpoint.shards import ReadOnly, ShardOf
-from zc.engine.memory_order import flattened, is_cut
+from zc.engine.memory_order import change_each, flattened, is_cut
 from zc.errors import CheckpointError, PlanError
 from zc.optim.assignment import Optimizers, optimizers_in
 from zc.planning.layout import Slot
@@ -60,6 +61,11 @@ class Owned:
         one = self.optimizer
         return one is not None and not one.rule.whole and one.runtime.group.shard.world_size > 1
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether this rank updates some of its elements, and another rank the others."""
+        return self.slice is not None and self.numel != self.slot.numel
+
     def part(self, local: Tensor) -> ShardOf:
         """``local``: these elements in the slot's order; or, if they are the whole parameter, in its shape."""
         return ShardOf(self.slot.shape, flattened(local, self.slot), self.start, self.slot.order)
@@ -74,7 +80,11 @@ class Owned:
         if self.slice is None:
             return dict(state)
         shape = self.slice.shape
-        return {key: self.part(item) if is_cut(key, item, shape) else item for key, item in state.items()}
+
+        def part(key: Any, value: Any) -> Any:
+            return self.part(value) if is_cut(key, value, shape) else value
+
+        return {key: change_each(part, key, item) for key, item in state.items()}
 
     def part_of(self, whole: Tensor) -> Tensor:
         return flattened(whole, self.slot)[self.start : self.start + self.numel]
@@ -140,7 +150,9 @@ def state_of(model: nn.Module, sharded_model: ShardedModel) -> dict[str, Any]:
             continue
         state = mine.optimizer.local.state.get(mine.slice, {})
         if state:
-            _check_parts(name, mine, state)
+            if mine.is_cut:
+                for key, item in state.items():
+                    change_each(partial(_check_part, name, mine), key, item)
             states[name] = mine.parts(state)
     rank = sharded_model.runtime.group.rank
     weights.update({name: _of_rank_0(rank, value) for name, value in others(model, sharded_model).items()})
@@ -160,10 +172,10 @@ def state_of(model: nn.Module, sharded_model: ShardedModel) -> dict[str, Any]:
 
 def host_copy(value: Any) -> Any:
     """A copy of a nested state in host memory."""
-    if isinstance(value, dict):
-        return {key: host_copy(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [host_copy(item) for item in value]
+    return change_each(_copy_to_host, None, value)
+
+
+def _copy_to_host(_: Any, value: Any) -> Any:
     if isinstance(value, ShardOf):
         return value.host_copy()
     return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
@@ -175,19 +187,38 @@ def _of_rank_0(rank: int, value: Any) -> Any:
     return ReadOnly(value.shape, value.detach().reshape(-1), 0) if is_read else value
 
 
-def _check_parts(name: str, mine: Owned, state: Mapping[str, Any]) -> None:
-    """Raises unless each state of a cut parameter is cut alike, or is one number. Otherwise ranks would write different
-    values under one name."""
+def _check_part(name: str, mine: Owned, key: Any, value: Any) -> None:
+    """Raises unless a value in the state of a cut parameter is cut alike, or is one number. Otherwise ranks would write
+    different values under one name."""
     assert mine.slice is not None
-    for key, value in state.items() if mine.numel != mine.slot.numel else ():
-        if not isinstance(value, Tensor) or (value.numel() == 1 and value.shape != mine.slice.shape):
-            continue
-        if value.shape != mine.slice.shape or type(value) not in (Tensor, nn.Parameter):
-            raise CheckpointError(
-                f"the optimizer state {key} of {name} is a {type(value).__name__} of shape {tuple(value.shape)}, this "
-                f"rank's slice {tuple(mine.slice.shape)} of {mine.slot.shape}: it can't be saved by parts. Without "
-                "zc.elementwise the parameter stays whole, and so does its state"
-            )
+    refuse_hidden(f"the optimizer state {key} of {name}", value)
+    if not isinstance(value, Tensor) or (value.numel() == 1 and value.shape != mine.slice.shape):
+        return
+    if value.shape != mine.slice.shape or type(value) not in (Tensor, nn.Parameter):
+        raise CheckpointError(
+            f"the optimizer state {key} of {name} is a {type(value).__name__} of shape {tuple(value.shape)}, this "
+            f"rank's slice {tuple(mine.slice.shape)} of {mine.slot.shape}: it can't be saved by parts. Without "
+            "zc.elementwise the parameter stays whole, and so does its state"
+        )
+
+
+def refuse_hidden(what: str, value: Any) -> None:
+    """Raises CheckpointError if a value of a cut parameter's state is a container that zc does not look into, and has
+    tensors."""
+    if not isinstance(value, Tensor) and _has_tensors(value):
+        raise CheckpointError(
+            f"{what} is a {type(value).__name__} of tensors, which can't be cut like the parameter: keep them in a "
+            "list, or in a dict"
+        )
+
+
+def _has_tensors(value: Any) -> bool:
+    """Without those that are one number."""
+    if isinstance(value, Tensor):
+        return value.dim() > 0
+    if isinstance(value, (str, bytes)) or not isinstance(value, Collection):
+        return False
+    return any(map(_has_tensors, value.values() if isinstance(value, Mapping) else value))
 
 
 def group_of(optimizer: Optimizer, param: Tensor) -> dict[str, Any]:

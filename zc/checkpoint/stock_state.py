@@ -31,6 +31,7 @@ from zc.checkpoint.saving import channel_of
 from zc.checkpoint.state import group_of, host_copy, state_of, synchronized, trained
 from zc.checkpoint.target import commit
 from zc.checkpoint.whole_state import whole_states
+from zc.engine.memory_order import change_each
 from zc.errors import CheckpointError, PlanError
 from zc.optim.trials import update_copy
 from zc.registry import COMPILED, is_ours
@@ -84,7 +85,8 @@ def _get(model: nn.Module, optimizers: Sequence[Optimizer], options: Any) -> dic
     if options.cpu_offload:
         return {**state, "state": whole} if sharded_model.runtime.group.rank == 0 else {}
     whole = _from_rank_0(sharded_model, whole)
-    return {**state, "state": {n: {k: _on(device, v) for k, v in items.items()} for n, items in whole.items()}}
+    on_device = partial(_on, device)
+    return {**state, "state": {n: change_each(on_device, None, items) for n, items in whole.items()}}
 
 
 def _put(model: nn.Module, optimizers: Sequence[Optimizer], state: Any, options: Any) -> bool:
@@ -123,7 +125,7 @@ def _from_rank_0(sharded_model: ShardedModel, value: Any) -> Any:
     return values[0]
 
 
-def _on(device: torch.device, value: Any) -> Any:
+def _on(device: torch.device, _: Any, value: Any) -> Any:
     return value.to(device) if isinstance(value, Tensor) and value.dim() > 0 else value
 
 

@@ -17,6 +17,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,9 +28,10 @@ from torch.optim import Optimizer
 from zc import torch_private
 from zc.checkpoint.other_state import OTHER, TOGETHER, check_together, frozen_of, members_of
 from zc.checkpoint.shards import ReadOnly, ShardOf
-from zc.checkpoint.state import Owned, group_of, groups_of, others, owned, trained
-from zc.engine.memory_order import in_shape
+from zc.checkpoint.state import Owned, group_of, groups_of, others, owned, refuse_hidden, trained
+from zc.engine.memory_order import change_each, in_shape
 from zc.errors import CheckpointError, some
+from zc.optim.assignment import shape_of_state
 
 if TYPE_CHECKING:
     from zc.optim.model import ShardedModel
@@ -160,25 +162,44 @@ def add_optimizers(
             if path[3] == (own_rank if (path[2], own_rank) in ranks_with_others else "rank_0"):
                 target.add(path, _whole(value))
         elif kind == "state" and path[2] not in frozen:
-            name, key = path[2:4]
+            name = path[2]
             if name not in mine:
                 raise CheckpointError(f"{where} has optimizer state for {name}, which is in no parameter group here")
-            own, shape = mine[name], _shape_of(value)
+            own = mine[name]
+            key = next((key for key in reversed(path[3:]) if isinstance(key, str)), path[3])  # in a list: the list's
             target.with_state.add(name)
-            is_own_shape = len(path) == 4 and shape == own.slot.shape and key != "step"  # as `is_cut`
-            must_fit = own.may_be_cut
-            if isinstance(value, Stored):  # as the ranks had it that saved: it fits where the parameter is not cut
-                must_fit = own.slice is not None and own.numel != own.slot.numel
-            if must_fit and not (is_own_shape or isinstance(shape, str) or math.prod(shape) == 1):
-                raise CheckpointError(
-                    f"{where}: optimizer state {key} of {name} has shape {shape}, the parameter {own.slot.shape}: it "
-                    "can't be cut like the parameter"
-                )
-            loaded = _part(where, own, value) if is_own_shape else _whole(value)
+            loaded = change_each(partial(_part_of_state, where, own), key, value)
             if own.slice is not None:
                 target.add(path, loaded)
         elif kind in ("state", "param_groups", TOGETHER):
             target.add(path, _whole(value))
+
+
+def _part_of_state(where: str, own: Owned, key: Any, value: Any) -> Any:
+    """This rank's part of a value of a parameter's state, a copy; of what all ranks keep alike, the whole. Raises
+    CheckpointError, on every rank, if a tensor is not what the optimizer's class keeps."""
+    shape, slot, what = _shape_of(value), own.slot, f"{where}: optimizer state {key} of {own.slot.name}"
+    assert own.optimizer is not None
+    optimizer = own.optimizer.optimizer
+    # what is stored is as the ranks had it that saved: it fits where the parameter is not cut
+    must_fit = own.is_cut if isinstance(value, Stored) else own.may_be_cut
+    if isinstance(shape, str):
+        if must_fit:
+            refuse_hidden(what, value)
+        return _whole(value)
+    kept, is_one_number = shape_of_state(optimizer, key, slot.shape), math.prod(shape) == 1
+    if kept is not None and shape != kept and not (is_one_number and math.prod(kept) == 1):
+        raise CheckpointError(
+            f"{what} has shape {shape}, the parameter {slot.shape}: {type(optimizer).__name__} keeps {kept} for it. "
+            "Give the state of this model, or load the weights alone, by zc.load_state_dict without the key 'optimizer'"
+        )
+    if shape == slot.shape and key != "step":  # as `zc.engine.memory_order.is_cut`
+        return _part(where, own, value)
+    if must_fit and not is_one_number:
+        raise CheckpointError(
+            f"{what} has shape {shape}, the parameter {slot.shape}: it can't be cut like the parameter"
+        )
+    return _whole(value)
 
 
 def _shape_of(value: Any) -> tuple[int, ...] | str:
@@ -209,10 +230,10 @@ def _whole(value: Any) -> Any:
         return torch.empty(value.shape, dtype=value.dtype)
     if isinstance(value, BytesStorageMetadata):
         return None
-    if isinstance(value, Mapping):
-        return {key: _whole(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_whole(item) for item in value]
+    return change_each(_copy, None, value)
+
+
+def _copy(_: Any, value: Any) -> Any:
     if isinstance(value, ReadOnly):
         return value.local.detach().clone().view(value.shape)
     return value.detach().clone() if isinstance(value, Tensor) else value
@@ -240,6 +261,14 @@ def check_tensor(where: str, name: str, value: Any, shape: tuple[int, ...], dtyp
         raise CheckpointError(f"{where}: {name} has shape {_shape_of(value)}, the model's is {tuple(shape)}")
     if isinstance(value, Stored) and value.dtype.is_floating_point != dtype.is_floating_point:
         raise CheckpointError(f"{where}: {name} is {value.dtype}, the model's is {dtype}")
+
+
+def check_values(sharded_model: ShardedModel, target: Target) -> None:
+    """Raises CheckpointError if what DCP has read beside the tensors can't be cut like a parameter."""
+    mine = trained(sharded_model)
+    for (name, key, *_), value in target.under("optimizer", "state"):
+        if name in mine and mine[name].is_cut:
+            refuse_hidden(f"{target.where}: optimizer state {key} of {name}", value)
 
 
 def check_groups(sharded_model: ShardedModel, target: Target) -> None:
@@ -338,11 +367,12 @@ def _placed(state: Mapping[str, Any], param: Tensor, optimizer: Optimizer, slot:
     """Moves a state to where the optimizer expects it, which is its parameter's device. A step count stays on the host,
     unless the update is one kernel that reads it (as in ``torch.optim.Optimizer.load_state_dict``)."""
     group = group_of(optimizer, param)
-    placed: dict[str, Any] = {}
-    for key, value in state.items():
+
+    def place(key: Any, value: Any) -> Any:
         if isinstance(value, ShardOf):
             assert slot is not None
             value = in_shape(value.local, slot)
         is_moved = isinstance(value, Tensor) and (key != "step" or group.get("fused") or group.get("capturable"))
-        placed[key] = value.to(param.device) if is_moved else value
-    return placed
+        return value.to(param.device) if is_moved else value
+
+    return {key: change_each(place, key, item) for key, item in state.items()}

@@ -5,25 +5,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zc.checkpoint.other_state import refuse_together, state_by_string, states_of_frozen
 from zc.checkpoint.shards import ShardOf
 from zc.checkpoint.state import groups_of, host_copy, numbered, owned, state_of, synchronized
-from zc.engine.memory_order import in_shape
+from zc.engine.memory_order import change_each, in_shape
 from zc.optim.assignment import Optimizers, innermost, like_container
 from zc.registry import sharded
 
 if TYPE_CHECKING:
     from zc.optim.model import ShardedModel
     from zc.optim.optimizer import ShardedOptimizer
+    from zc.planning.layout import Slot
 
 
 def full_optimizer_state(model: nn.Module, optimizer: Optimizers) -> Any:
@@ -85,15 +87,13 @@ def _gather(
         if own.optimizer is not one:
             continue
         mine = parts_by_name.get(name, {})
-        shapes = {key: isinstance(value, ShardOf) for key, value in mine.items()}
-        everyone: list[Any] = [(own.start, own.numel, shapes)]
+        everyone: list[Any] = [(own.start, own.numel, list(mine))]
         if group.world_size > 1:
             everyone = everyone * group.world_size
-            dist.all_gather_object(everyone, (own.start, own.numel, shapes), group=group.control)
-        keys: dict[str, bool] = next((keys for _, numel, keys in everyone if numel and keys), {})
-        for key, is_sharded in keys.items():
-            value = mine.get(key)
-            local = value.local.detach().cpu() if isinstance(value, ShardOf) else value
+            dist.all_gather_object(everyone, (own.start, own.numel, list(mine)), group=group.control)
+        keys: list[str] = next((keys for _, numel, keys in everyone if numel and keys), [])
+        for key in keys:
+            local = change_each(_sent, key, mine.get(key))
             parts: list[Any] | None = [local] if group.world_size == 1 else None
             if group.world_size > 1:
                 parts = [None] * group.world_size if rank == 0 else None
@@ -101,10 +101,29 @@ def _gather(
             if parts is None:
                 continue
             have = [(start, part) for (start, numel, _), part in zip(everyone, parts, strict=True) if numel]
-            if is_sharded:
-                joined = torch.cat([part for _, part in sorted(have, key=lambda item: item[0])])
-                gathered_value: Any = in_shape(joined, own.slot)
-            else:
-                gathered_value = have[0][1]
-            whole.setdefault(name, {})[key] = gathered_value
+            in_order = [part for _, part in sorted(have, key=lambda item: item[0])]
+            whole.setdefault(name, {})[key] = _joined(in_order, own.slot)
     return whole
+
+
+@dataclass(frozen=True)
+class _Elements:
+    """A rank's elements of a state that is cut, in host memory."""
+
+    flat: Tensor
+
+
+def _sent(_: Any, value: Any) -> Any:
+    return _Elements(value.local.detach().cpu()) if isinstance(value, ShardOf) else value
+
+
+def _joined(parts: Sequence[Any], slot: Slot) -> Any:
+    """The whole of what ranks have parts of, in the order of their elements. What is not cut is the first one's."""
+    first = parts[0]
+    if isinstance(first, _Elements):
+        return in_shape(torch.cat([part.flat for part in parts]), slot)
+    if isinstance(first, Mapping):
+        return {key: _joined([part[key] for part in parts], slot) for key in first}
+    if isinstance(first, list):
+        return [_joined(items, slot) for items in zip(*parts, strict=True)]
+    return first

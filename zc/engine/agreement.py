@@ -26,12 +26,12 @@ class Agreement:
     """Of one compiled model. Only the thread that issues schedules uses it: autograd's in a backward, the caller's
     between two."""
 
-    def __init__(self, accs: Accumulators, group: Group) -> None:
-        self._accs, self._group = accs, group
+    def __init__(self, accs: Accumulators, _: Group) -> None:
+        """Nobody is asked, so the group is for those that ask (`zc.engine.features.Features.make_agreement`)."""
+        self._accs = accs
         self.has_grad = self._no_grads()  # by bucket and slot: some rank has a gradient
         self.token_counts = TokenCounts(self.plan.num_optimizers)
-        self._num_cleared = 0  # times that gradients were dropped since the last boundary
-        self._dropped: set[Where] = set()  # parameters whose drops count as the last one of _num_cleared
+        self._dropped: set[Where] = set()  # parameters whose gradients were dropped one by one, each once
 
     @property
     def plan(self) -> Plan:
@@ -69,7 +69,7 @@ class Agreement:
 
     def rest(self, unreduced: Collection[int]) -> list[int]:
         """The backward has ended, and this rank still has gradients of the buckets ``unreduced``. Returns the buckets
-        that all ranks reduce now as a part of it."""
+        that all ranks reduce now as a part of it. One rank has no later point: its boundary reduces nothing."""
         return sorted(unreduced)
 
     def end(self, unreduced: Collection[int]) -> list[int]:
@@ -88,23 +88,25 @@ class Agreement:
     def clear(self, buckets: Sequence[Bucket], *, set_to_none: bool) -> None:
         """The gradients of these buckets, all of some optimizers, were dropped, or made zeros."""
         self.token_counts.clear(sorted({b.optimizer for b in buckets}))
-        self._num_cleared += 1
-        self._dropped.clear()
+        self._begin_drops()
         for bucket in buckets if set_to_none else ():
             self.has_grad[bucket.index] = [False] * len(bucket.slots)
 
     def drop(self, dropped: Collection[Where], *, set_to_none: bool) -> list[int]:
-        """The gradients of some parameters were dropped, or made zeros. A loop over all parameters counts once, however
-        many of them have a gradient here. Returns the optimizers of which this was the last gradient that this rank
-        knows of: with them go those of other ranks."""
+        """The gradients of some parameters were dropped, or made zeros. Returns the optimizers of which this was the
+        last gradient that this rank knows of: with them go those of other ranks."""
         had_one = {self.plan.buckets[bucket].optimizer for bucket, slot in dropped if self.has_grad[bucket][slot]}
         for bucket, slot in dropped:
             if not self._dropped or (bucket, slot) in self._dropped:
-                self._dropped.clear()
-                self._num_cleared += 1
+                self._begin_drops()
             self._dropped.add((bucket, slot))
             self.has_grad[bucket][slot] = self.has_grad[bucket][slot] and not set_to_none
         return [k for k in sorted(had_one) if self._has_dropped_all_of(k)]
+
+    def _begin_drops(self) -> None:
+        """Gradients are dropped all together, or the first one in a loop over parameters is, however many of them have
+        one here."""
+        self._dropped.clear()
 
     def _has_dropped_all_of(self, optimizer: int) -> bool:
         """Whether each gradient of this optimizer is among those that were dropped, or made zeros, one by one."""

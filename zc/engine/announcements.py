@@ -78,6 +78,8 @@ class Announcements(Agreement):
 
     def __init__(self, accs: Accumulators, group: Group) -> None:
         super().__init__(accs, group)
+        self._group = group
+        self._num_cleared = 0  # times that gradients were dropped since the last boundary: a loop counts once
         self._reduced = self._no_grads()  # those that are in every rank's sums
         self._proposal: _Proposal | None = None  # of the backward that runs; None: none that reduces
         self._last_order: dict[str, list[int]] = {}  # by source: the buckets that came in the last backward
@@ -193,6 +195,10 @@ class Announcements(Agreement):
                 self._note_in_sums(bucket, slot, "dropped")
             self._reduced[bucket][slot] = False
         return super().drop(dropped, set_to_none=set_to_none)
+
+    def _begin_drops(self) -> None:
+        super()._begin_drops()
+        self._num_cleared += 1
 
     def assign(self, assigned: Collection[Where]) -> None:
         """A rank that does so alone is named at the next boundary."""

@@ -4,6 +4,7 @@ state lies like its parameter."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -32,7 +33,17 @@ def in_shape(flat: Tensor, slot: Slot) -> Tensor:
     return flat.view(slot.shape) if slot.strides is None else flat.as_strided(slot.shape, slot.strides)
 
 
+def change_each(change: Callable[[Any, Any], Any], key: Any, item: Any) -> Any:
+    """A state with ``change(key, value)`` in place of each value. An optimizer may keep several in a list or a dict,
+    into which DCP looks, too; those in a dict have keys of their own."""
+    if isinstance(item, Mapping):
+        return {inner: change_each(change, inner, value) for inner, value in item.items()}
+    if isinstance(item, list):
+        return [change_each(change, key, value) for value in item]
+    return change(key, item)
+
+
 def is_cut(key: Any, item: Any, shape: torch.Size) -> bool:
-    """Whether an item of the state of a slice of this ``shape`` has the slice's elements. The count of steps is a
+    """Whether a value in the state of a slice of this ``shape`` has the slice's elements. The count of steps is a
     number of its own, also of a parameter with 0 dimensions."""
     return isinstance(item, Tensor) and item.shape == shape and key != "step"

@@ -232,6 +232,13 @@ def is_elementwise(optimizer: Optimizer) -> bool:
     return traits is not None and traits.is_elementwise
 
 
+def shape_of_state(optimizer: Optimizer, key: str, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+    """The shape of the tensor ``key`` in the state of a parameter of this ``shape``. None: the class is not torch's, or
+    keeps no tensor of this name."""
+    traits = _traits_of(type(optimizer))
+    return None if traits is None else traits.shape_of(key, shape)
+
+
 def _traits_of(cls: type[Optimizer]) -> Traits | None:
     """None: the class is not torch's own, or unknown."""
     return TRAITS.get(cls.__name__) if cls.__module__.startswith("torch.optim") else None

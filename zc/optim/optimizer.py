@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zc import torch_private
-from zc.engine.memory_order import flattened, in_shape
+from zc.engine.memory_order import change_each, flattened, in_shape, is_cut
 from zc.errors import PlanError, ZcError
 from zc.optim.assignment import is_known
 from zc.optim.class_methods import candidates, mentions, on_slices
@@ -174,13 +174,12 @@ class ShardedOptimizer:
     def _slice_state(self, bucket: Bucket, slot: Slot, state: Mapping[str, Any]) -> dict[str, Any]:
         """The optimizer's state of a parameter, cut like the parameter."""
         _, elements = bucket.layout.owned_part(slot, self.runtime.group.shard.rank)
-        like = self.slices[slot.name]
-        return {  # of a 0-d parameter all state is 0-d; torch's "step" alone is a number of its own
-            key: in_shape(flattened(item, slot)[elements], slot).to(like)
-            if key != "step" and isinstance(item, Tensor) and tuple(item.shape) == slot.shape
-            else item
-            for key, item in state.items()
-        }
+        like, shape = self.slices[slot.name], torch.Size(slot.shape)
+
+        def cut(key: Any, value: Any) -> Any:
+            return in_shape(flattened(value, slot)[elements], slot).to(like) if is_cut(key, value, shape) else value
+
+        return {key: change_each(cut, key, item) for key, item in state.items()}
 
     # --- the class's own view ---
 

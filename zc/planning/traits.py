@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from zc.planning.layout import Rule
 
 UNKNOWN_STATES = 2  # of a class that is not in the table: it counts as Adam
 _CUT_ANYWHERE, _WHOLE = Rule(), Rule(whole=True)
+_ADAM = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
 
 @dataclass(frozen=True)
@@ -19,12 +21,16 @@ class Traits:
             not take it.
         rule: what its update requires of the layout. By default it reads nothing of an element but its gradient and
             state, so a shard may cut a parameter anywhere.
+        tensors: names of the tensors of a parameter's size that it may keep, those of some options included.
+        sums: names of tensors that have one element along a dimension, and that dimension.
         has_fused: torch has one pass over a parameter for it on the CPU.
         refusal: why it can't work on shards, with a way out; None: it can.
     """
 
     num_states: int | None
+    tensors: tuple[str, ...] = ()
     rule: Rule = _CUT_ANYWHERE
+    sums: Mapping[str, int] = field(default_factory=dict)
     has_fused: bool = False
     refusal: str | None = None
 
@@ -32,28 +38,37 @@ class Traits:
     def is_elementwise(self) -> bool:
         return not self.rule.whole
 
+    def shape_of(self, key: str, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+        """The shape of the tensor ``key`` that it keeps for a parameter of this ``shape``; None: it keeps no such."""
+        if key in self.tensors:
+            return shape
+        if key not in self.sums or len(shape) < 2:
+            return None
+        dim = self.sums[key] % len(shape)
+        return (*shape[:dim], 1, *shape[dim + 1 :])
+
 
 TRAITS = {
-    "SGD": Traits(0, has_fused=True),
-    "Adam": Traits(2, has_fused=True),
-    "AdamW": Traits(2, has_fused=True),
-    "Adamax": Traits(2),
-    "NAdam": Traits(2),
-    "RAdam": Traits(2),
-    "RMSprop": Traits(1),
-    "Rprop": Traits(2),
-    "Adagrad": Traits(1),
-    "Adadelta": Traits(2),
-    "ASGD": Traits(1),
-    "Muon": Traits(1, Rule(whole=True, cost="newton_schulz")),
-    "Adafactor": Traits(None, _WHOLE),
+    "SGD": Traits(0, ("momentum_buffer",), has_fused=True),
+    "Adam": Traits(2, _ADAM, has_fused=True),
+    "AdamW": Traits(2, _ADAM, has_fused=True),
+    "Adamax": Traits(2, ("exp_avg", "exp_inf")),
+    "NAdam": Traits(2, ("exp_avg", "exp_avg_sq")),
+    "RAdam": Traits(2, ("exp_avg", "exp_avg_sq")),
+    "RMSprop": Traits(1, ("square_avg", "momentum_buffer", "grad_avg")),
+    "Rprop": Traits(2, ("prev", "step_size")),
+    "Adagrad": Traits(1, ("sum",)),
+    "Adadelta": Traits(2, ("square_avg", "acc_delta")),
+    "ASGD": Traits(1, ("ax",)),
+    "Muon": Traits(1, ("momentum_buffer",), Rule(whole=True, cost="newton_schulz")),
+    "Adafactor": Traits(None, ("variance",), _WHOLE, {"row_var": -1, "col_var": -2}),
     "LBFGS": Traits(
-        None, _WHOLE, refusal="it evaluates its closure several times, and keeps one history over all parameters. Use "
-        "a first-order optimizer here, or DistributedDataParallel for LBFGS",
+        None, rule=_WHOLE, refusal="it evaluates its closure several times, and keeps one history over all parameters. "
+        "Use a first-order optimizer here, or DistributedDataParallel for LBFGS",
     ),
     "SparseAdam": Traits(
-        None, _WHOLE, refusal="it takes sparse gradients, zc reduces dense ones. Use Adam, and embeddings made with "
-        "sparse=False",
+        None, rule=_WHOLE, refusal="it takes sparse gradients, zc reduces dense ones. Use Adam, and embeddings made "
+        "with sparse=False",
     ),
 }  # fmt: skip
 
