@@ -93,6 +93,12 @@ class Topology:
         """Whether exchanges have two levels: inside a host, and between ranks with the same number on all hosts."""
         return self.num_hosts > 1 and self.ranks_per_host > 1
 
+    @cached_property
+    def num_across(self) -> int:
+        """How many ranks exchange with each other where bytes leave a host: one of each host in two levels, otherwise
+        all."""
+        return self.num_hosts if self.has_levels else self.world_size
+
     def of_host(self, rank: int) -> tuple[int, ...]:
         """The ranks of its host, this one included, ascending."""
         first = self.host_of(rank) * self.ranks_per_host
@@ -445,10 +451,13 @@ class Into(enum.Enum):
 
 @dataclass(frozen=True)
 class Hop:
-    """``number``: of a reduction's hops, from 0 on."""
+    """``num_ranks`` exchange with each other, in a reduction one of ``parts`` equal parts of a bucket: what the hop
+    before has left. ``number``: of a reduction's hops, from 0 on."""
 
     way: Way
     among: Level
+    num_ranks: int
+    parts: int = 1
     into: Into = Into.ACCUMULATOR
     number: int = 0
 
@@ -464,23 +473,19 @@ class Hop:
 
     def numel_sent(self, bucket: Bucket) -> int:
         """Elements of what is sent in a reduction."""
-        by_level = {Level.NET: bucket.layout.numel_host_range, Level.REPLICAS: bucket.layout.numel_shard}
-        return by_level.get(self.among, bucket.numel) if self.number else bucket.numel
+        return bucket.numel // self.parts
 
     def numel_sum(self, bucket: Bucket) -> int:
         """Elements of its sum, in a reduction."""
-        return bucket.layout.numel_host_range if self.among is Level.HOST else bucket.layout.numel_shard
+        return self.numel_sent(bucket) // (1 if self.way is Way.REPLICAS else self.num_ranks)
 
     def nbytes_sent(self, plan: Plan, bucket: Bucket) -> int:
         """Bytes that a rank sends to others in a reduction of this bucket."""
-        if self.way is Way.ALONE:
-            return 0
-        if self.way is Way.ENCODED:
-            nbytes, count = largest(plan, bucket, plan.reduce_encoding)[0], num_rows(plan)
-            return nbytes * (count - 1) // count
-        count = _num_ranks(plan, self.among)
         width = self.dtype(bucket).itemsize + (bucket.acc_dtype.itemsize if self.way is Way.REPLICAS else 0)
-        return self.numel_sent(bucket) * width * (count - 1) // count
+        nbytes = self.numel_sent(bucket) * width
+        if self.way is Way.ENCODED:
+            nbytes = largest(plan, bucket, plan.reduce_encoding)[0]
+        return nbytes * (self.num_ranks - 1) // self.num_ranks
 
     def nbytes_scratch(self, plan: Plan, bucket: Bucket) -> int:
         """Bytes of the scratch buffer for a reduction of this bucket."""
@@ -499,41 +504,28 @@ def largest(plan: Plan, bucket: Bucket, encoding: Encoding | None) -> tuple[int,
     its own shard. 0 without ``encoding``."""
     if encoding is None:
         return 0, 0
-    count, nbytes = num_rows(plan), encoding.row_nbytes(bucket.layout)
+    count, nbytes = plan.topology.num_across, encoding.row_nbytes(bucket.layout)
     together = [sum(nbytes[first : first + count]) for first in range(0, plan.world_size, count)]
     return max(together), max(nbytes) * count
-
-
-def num_rows(plan: Plan) -> int:
-    """How many ranks exchange encoded rows with each other: those with one number on all hosts, or all."""
-    return plan.topology.num_hosts if plan.topology.has_levels else plan.world_size
-
-
-def _num_ranks(plan: Plan, among: Level) -> int:
-    topology = plan.topology
-    counts = {Level.HOST: topology.ranks_per_host, Level.NET: topology.num_hosts, Level.REPLICAS: plan.num_replicas}
-    return counts.get(among, plan.world_size)
 
 
 def hops_to_reduce(plan: Plan) -> tuple[Hop, ...]:
     """The hops of each reduction; none, if one rank adds its gradients to its accumulator (stage 1)."""
     if plan.num_ranks == 1:
-        return (Hop(Way.ALONE, Level.ALL),) if plan.placement.shards_gradients else ()
-    parts: list[tuple[Way, Level, Into]] = []
-    beyond = Way.MESSAGES if plan.reduce_encoding is None else Way.ENCODED
-    if plan.world_size > 1 and plan.topology.has_levels:
-        near = (Way.MEMORY, Into.HOST_SUM) if plan.topology.reads_memory else (Way.MESSAGES, Into.SENT)
-        parts = [(near[0], Level.HOST, near[1]), (beyond, Level.NET, Into.HOST_SUM)]
+        return (Hop(Way.ALONE, Level.ALL, 1),) if plan.placement.shards_gradients else ()
+    hops: list[Hop] = []
+    beyond, topology = Way.MESSAGES if plan.reduce_encoding is None else Way.ENCODED, plan.topology
+    if plan.world_size > 1 and topology.has_levels:
+        near = (Way.MEMORY, Into.HOST_SUM) if topology.reads_memory else (Way.MESSAGES, Into.SENT)
+        hops.append(Hop(near[0], Level.HOST, topology.ranks_per_host, into=near[1]))
+        hops.append(Hop(beyond, Level.NET, topology.num_hosts, topology.ranks_per_host, Into.HOST_SUM))
     elif plan.world_size > 1:
-        reads = plan.topology.reads_memory and plan.reduce == "exact"
-        parts = [(Way.MEMORY if reads else beyond, Level.ALL, Into.HOST_SUM)]
+        reads = topology.reads_memory and plan.reduce == "exact"
+        hops.append(Hop(Way.MEMORY if reads else beyond, Level.ALL, plan.world_size, into=Into.HOST_SUM))
     if plan.num_replicas > 1:
-        parts.append((Way.REPLICAS, Level.REPLICAS, Into.HOST_SUM))
-    last = len(parts) - 1
-    return tuple(
-        Hop(way, among, Into.ACCUMULATOR if number == last else into, number)
-        for number, (way, among, into) in enumerate(parts)
-    )
+        hops.append(Hop(Way.REPLICAS, Level.REPLICAS, plan.num_replicas, plan.world_size))
+    hops[-1] = replace(hops[-1], into=Into.ACCUMULATOR)
+    return tuple(replace(hop, number=number) for number, hop in enumerate(hops))
 
 
 def hops_to_gather(plan: Plan, bucket: Bucket, *, is_exact: bool = False) -> tuple[Hop, ...]:
@@ -541,15 +533,15 @@ def hops_to_gather(plan: Plan, bucket: Bucket, *, is_exact: bool = False) -> tup
     that makes them equal to their masters. Ranks read each other's shards only where one hop brings all of them: in
     stage 3 every rank gathers in an order of its own."""
     if plan.world_size == 1:
-        return (Hop(Way.ALONE, Level.ALL),)
+        return (Hop(Way.ALONE, Level.ALL, 1),)
     in_shards, reads = plan.is_sharded(bucket), plan.topology.reads_memory
     is_encoded = not is_exact and plan.gather_encoding is not None and (not in_shards or plan.encodes_weights(bucket))
     beyond = Way.ENCODED if is_encoded else Way.MESSAGES
     if not plan.topology.has_levels:
         by_memory = Way.SHARDS if in_shards else Way.MEMORY
-        return (Hop(by_memory if reads and not is_encoded else beyond, Level.ALL),)
+        return (Hop(by_memory if reads and not is_encoded else beyond, Level.ALL, plan.world_size),)
     near = Way.MEMORY if reads and not in_shards else Way.MESSAGES
-    return Hop(beyond, Level.NET), Hop(near, Level.HOST)
+    return Hop(beyond, Level.NET, plan.topology.num_hosts), Hop(near, Level.HOST, plan.topology.ranks_per_host)
 
 
 def reads_shards(plan: Plan) -> bool:
