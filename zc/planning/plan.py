@@ -9,9 +9,7 @@ instead of gradients, and where a mesh has replicas::
 
     2 ranks of one host               memory, among all                          into the accumulator
     2 GPUs of one host                messages, among all                        into the accumulator
-    2 hosts of 2 CPU ranks            memory, inside a host                      into a host_sum
-                                      messages, between hosts                    into the accumulator
-    2 hosts of 2 GPUs                 messages, inside a host                    into what was sent
+    2 hosts of 2 ranks                memory or messages, inside a host          into a host_sum, or what was sent
                                       messages (or encoded), between hosts       into the accumulator
     2 replicas of 2 ranks             as one of the first two                    into a host_sum
                                       replicas, between those with one shard     into the accumulator
@@ -77,12 +75,14 @@ class Topology:
     """H = ``num_hosts`` hosts of L = ``ranks_per_host`` ranks each; rank r is number r % L on host r // L.
 
     ``reads_memory``: ranks of one host read each other's memory instead of sending messages. If hosts are unknown or
-    have different numbers of ranks, every rank counts as its own host.
+    have different numbers of ranks, every rank counts as its own host. ``levels``: how several hosts of several ranks
+    exchange, in a plan (`usable`).
     """
 
     num_hosts: int = 1
     ranks_per_host: int = 1
     reads_memory: bool = False
+    levels: Levels | None = None
 
     @cached_property
     def world_size(self) -> int:
@@ -91,7 +91,7 @@ class Topology:
     @cached_property
     def has_levels(self) -> bool:
         """Whether exchanges have two levels: inside a host, and between ranks with the same number on all hosts."""
-        return self.num_hosts > 1 and self.ranks_per_host > 1
+        return self.levels is not None
 
     @cached_property
     def num_across(self) -> int:
@@ -103,10 +103,6 @@ class Topology:
         """The ranks of its host, this one included, ascending."""
         first = self.host_of(rank) * self.ranks_per_host
         return tuple(range(first, first + self.ranks_per_host))
-
-    def across(self, rank: int) -> tuple[int, ...]:
-        """The ranks with the same number on each host, this one included, in the order of hosts."""
-        return tuple(h * self.ranks_per_host + rank % self.ranks_per_host for h in range(self.num_hosts))
 
     def host_of(self, rank: int) -> int:
         return rank // self.ranks_per_host
@@ -128,12 +124,16 @@ def flat(world_size: int) -> Topology:
     return Topology(world_size, 1)
 
 
-def usable(topology: Topology, reduce: str, device_types: set[str]) -> Topology:
-    """The topology that exchanges can use: only CPUs read memory, and two levels also need the exact reduction."""
+def usable(topology: Topology, reduce: str, device_types: set[str], levels: Levels | None) -> Topology:
+    """The topology that exchanges can use: only CPUs read memory, and ``levels`` are of several ranks each and need the
+    exact reduction."""
     if device_types != {"cpu"}:
         topology = replace(topology, reads_memory=False)
-    is_one_host = topology.num_hosts == 1
-    return topology if is_one_host or (topology.has_levels and reduce == "exact") else flat(topology.world_size)
+    if topology.num_hosts == 1:
+        return topology
+    if levels is None or topology.ranks_per_host == 1 or reduce != "exact":
+        return flat(topology.world_size)
+    return replace(topology, levels=levels)
 
 
 @dataclass(frozen=True)
@@ -441,6 +441,17 @@ class Way(enum.Enum):
     REPLICAS = "replicas"  # messages between the ranks with one shard, whose sum all of them get
 
 
+class Levels(Protocol):
+    """Two levels of exchanges (`zc.ranks.levels`): inside a host, and between the ranks with one number on all
+    hosts."""
+
+    def to_reduce(self, topology: Topology, beyond: Way) -> list[Hop]:
+        """The hops of a reduction; those that leave a host go ``beyond`` it in this way."""
+
+    def to_gather(self, topology: Topology, beyond: Way, near: Way) -> list[Hop]:
+        """The hops of a gather; ``near``: inside a host."""
+
+
 class Into(enum.Enum):
     """Where a hop of a reduction leaves its sum."""
 
@@ -515,10 +526,8 @@ def hops_to_reduce(plan: Plan) -> tuple[Hop, ...]:
         return (Hop(Way.ALONE, Level.ALL, 1),) if plan.placement.shards_gradients else ()
     hops: list[Hop] = []
     beyond, topology = Way.MESSAGES if plan.reduce_encoding is None else Way.ENCODED, plan.topology
-    if plan.world_size > 1 and topology.has_levels:
-        near = (Way.MEMORY, Into.HOST_SUM) if topology.reads_memory else (Way.MESSAGES, Into.SENT)
-        hops.append(Hop(near[0], Level.HOST, topology.ranks_per_host, into=near[1]))
-        hops.append(Hop(beyond, Level.NET, topology.num_hosts, topology.ranks_per_host, Into.HOST_SUM))
+    if topology.levels is not None:
+        hops = topology.levels.to_reduce(topology, beyond)
     elif plan.world_size > 1:
         reads = topology.reads_memory and plan.reduce == "exact"
         hops.append(Hop(Way.MEMORY if reads else beyond, Level.ALL, plan.world_size, into=Into.HOST_SUM))
@@ -537,11 +546,11 @@ def hops_to_gather(plan: Plan, bucket: Bucket, *, is_exact: bool = False) -> tup
     in_shards, reads = plan.is_sharded(bucket), plan.topology.reads_memory
     is_encoded = not is_exact and plan.gather_encoding is not None and (not in_shards or plan.encodes_weights(bucket))
     beyond = Way.ENCODED if is_encoded else Way.MESSAGES
-    if not plan.topology.has_levels:
+    if plan.topology.levels is None:
         by_memory = Way.SHARDS if in_shards else Way.MEMORY
         return (Hop(by_memory if reads and not is_encoded else beyond, Level.ALL, plan.world_size),)
     near = Way.MEMORY if reads and not in_shards else Way.MESSAGES
-    return Hop(beyond, Level.NET, plan.topology.num_hosts), Hop(near, Level.HOST, plan.topology.ranks_per_host)
+    return tuple(plan.topology.levels.to_gather(plan.topology, beyond, near))
 
 
 def reads_shards(plan: Plan) -> bool:
