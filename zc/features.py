@@ -14,6 +14,7 @@ from zc.planning.plan import Plan, Way
 from zc.ranks.control import Parts
 from zc.ranks.encoded import encoded
 from zc.ranks.hosts import find_hosts
+from zc.ranks.levels import TwoLevels
 from zc.ranks.neighbours import by_memory
 from zc.ranks.routes import MakeRoute
 from zc.ranks.watch import Watch
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 # one line for each feature: without it the rest works
 RANKS = Parts(
     find_hosts=find_hosts,
+    levels=TwoLevels(),
     watch_of=Watch.of_this_process,
 )
 ROUTES: dict[Way, MakeRoute] = {

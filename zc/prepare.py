@@ -134,7 +134,8 @@ def plan_of(
     specs = [ParamSpec.of(name, p, config.param_dtype, owners[name]) for name, p in params.items()]
     if after is not None:
         return plan_for(config, specs, assignment.rules, after.topology, ranks.num_replicas, after.kinds, after=after)
-    topology = usable(ranks.shard.topology, config.reduce, {p.device.type for p in params.values()})
+    types = {param.device.type for param in params.values()}
+    topology = usable(ranks.shard.topology, config.reduce, types, ranks.parts.levels)
     kinds = find_kinds(model) if config.compiles_blocks else ()
     frozen = shardable(model, params) if config.shards_frozen else {}
     return plan_for(config, specs, assignment.rules, topology, ranks.num_replicas, kinds, frozen)

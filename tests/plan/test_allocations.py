@@ -18,6 +18,7 @@ from zc.planning.layout import Rule
 from zc.planning.ownership import assign_owners
 from zc.planning.packing import ParamSpec, make_plan
 from zc.planning.plan import Plan, Topology, flat
+from zc.ranks.levels import TwoLevels
 
 pytestmark = pytest.mark.check
 
@@ -33,7 +34,8 @@ WAYS: dict[str, dict[str, Any]] = {
 
 def plans() -> dict[str, Plan]:
     found: dict[str, Plan] = {}
-    places = {"one host": flat(WORLD), "two hosts": Topology(2, 2), "a host with memory": Topology(1, 4, True)}
+    places = {"one host": flat(WORLD), "a host with memory": Topology(1, 4, True)}
+    places["two hosts"] = Topology(2, 2, levels=TwoLevels())
     for way, stage, place, whole in itertools.product(WAYS, (1, 2, 3), places, (False, True)):
         config = Config(stage=stage, bucket_nbytes=1500, **WAYS[way])
         dtype = config.param_dtype or torch.float32

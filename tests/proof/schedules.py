@@ -22,6 +22,7 @@ from zc.planning.layout import Rule
 from zc.planning.ownership import assign_owners
 from zc.planning.packing import ParamSpec, make_plan
 from zc.planning.plan import Plan, Topology, flat
+from zc.ranks.levels import TwoLevels
 from zc.schedule.buffer import Buffer
 from zc.schedule.nodes import put
 from zc.schedule.spec import (
@@ -52,7 +53,8 @@ def make(
         bucket_nbytes=slots * 2 * dtype.itemsize, num_buffers=ring, overlap=overlap, overlap_gather=overlap_gather,
         offload=offload and "cpu", offload_accumulate=offload or "cpu",
     )  # fmt: skip
-    topology = Topology(num_hosts, world_size // num_hosts, reads) if reads or num_hosts > 1 else flat(world_size)
+    levels = TwoLevels() if num_hosts > 1 else None
+    topology = Topology(num_hosts, world_size // num_hosts, reads, levels) if reads or levels else flat(world_size)
     rules = (Rule(whole=is_owned),)
     owners = assign_owners(specs, rules, world_size)
     return make_plan(specs, config, topology, num_replicas=num_replicas, rules=rules, owners=owners)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from zc.planning.plan import NUM_HOST_SUMS, Bucket, Encoding, Plan, num_rows
+from zc.planning.plan import NUM_HOST_SUMS, Bucket, Encoding, Plan, Way
 from zc.planning.traits import num_states
 
 # In the order of reports; the optimizer's state is its own, and only estimates have it
@@ -227,26 +227,19 @@ def moved(plan: Plan, dtype_of: str) -> tuple[int, int]:
 def sent(plan: Plan, microbatches: int) -> dict[str, int]:
     """Bytes that a rank sends in a step, or that others read from it.
 
-    Each reduction and the gather send W - 1 of W parts of each bucket. With two levels they send L - 1 of L inside the
-    host, and H - 1 of H of that to other hosts. With R replicas, R - 1 of R of a shard go to these, twice. Gradients
-    and weights of whole parameters travel to their owners and back.
+    Each hop of a reduction sends all but one of its ranks' parts of each bucket, and the gathers W - 1 of W parts.
+    Gradients and weights of whole parameters travel to their owners and back.
     """
     num = microbatches if plan.placement.shards_gradients else 1
-    others, between = plan.world_size - 1, plan.topology.num_hosts - 1
-    to_its_host = plan.topology.num_hosts * (plan.topology.ranks_per_host - 1) if plan.topology.has_levels else 0
-    shards = in_shards(plan.buckets, "reduce_dtype")
-    if plan.reduce_encoding is not None:
-        reduced = to_its_host * shards + sum(most_encoded(plan, b, plan.reduce_encoding)[0] for b in plan.buckets)
-    else:
-        reduced = others * shards
-        if plan.topology.has_levels:
-            reduced = to_its_host * shards + between * in_shards(plan.buckets, "net_dtype")
-        reduced += sum(sent_to_replicas(plan, b) for b in plan.buckets)
+    others, encoding = plan.world_size - 1, plan.reduce_encoding
+    as_they_are = [hop for hop in plan.hops if hop.way is not Way.ENCODED]
+    reduced = sum(hop.nbytes_sent(plan, b) for hop in as_they_are for b in plan.buckets)
+    if encoding is not None:
+        reduced += sum(most_encoded(plan, b, encoding)[0] for b in plan.buckets)
     whole, gathered = plan.sharded, others * in_shards(_after_update(plan), "param_dtype")
     encoded = 0
     if plan.gather_encoding is not None:
-        read = others - between if plan.topology.has_levels else 0
-        encoded = read * in_shards(plan.buckets, "param_dtype")
+        encoded = (plan.world_size - plan.topology.num_across) * in_shards(plan.buckets, "param_dtype")
         encoded += sum(most_encoded(plan, b, plan.gather_encoding)[1] for b in plan.buckets)
         whole = tuple(b for b in whole if not plan.encodes_weights(b))
         gathered = 0
@@ -273,18 +266,9 @@ def _after_update(plan: Plan) -> list[Bucket]:
 
 def most_encoded(plan: Plan, bucket: Bucket, encoding: Encoding) -> tuple[int, int]:
     """The most bytes of encoded rows that any rank sends: of rows for the others, and of its own row to all."""
-    count, rows = num_rows(plan), encoding.row_nbytes(bucket.layout)
+    count, rows = plan.topology.num_across, encoding.row_nbytes(bucket.layout)
     together = [rows[first : first + count] for first in range(0, len(rows), count)]
     return max(sum(group) - min(group) for group in together), (count - 1) * max(rows)
-
-
-def sent_to_replicas(plan: Plan, bucket: Bucket) -> int:
-    """Bytes that a rank sends to its replicas in a reduction: pieces of its shard, and the sum of its own piece."""
-    if plan.num_replicas == 1:
-        return 0
-    wire = plan.hops[-1].dtype(bucket)
-    piece = bucket.layout.numel_shard // plan.num_replicas
-    return piece * (plan.num_replicas - 1) * (wire.itemsize + bucket.acc_dtype.itemsize)
 
 
 def sent_between_hosts(plan: Plan, microbatches: int, ranks_per_host: int) -> dict[str, int]:
@@ -296,7 +280,8 @@ def sent_between_hosts(plan: Plan, microbatches: int, ranks_per_host: int) -> di
         others = ranks_per_host * (plan.topology.num_hosts - 1)
     reduced = others * in_shards(plan.buckets, "net_dtype" if plan.topology.has_levels else "reduce_dtype")
     if copies:
-        reduced += copies * sum(sent_to_replicas(plan, b) for b in plan.buckets) // (plan.num_replicas - 1)
+        to_replicas = sum(plan.hops[-1].nbytes_sent(plan, b) for b in plan.buckets)
+        reduced += copies * to_replicas // (plan.num_replicas - 1)
     gathered = others * in_shards(_after_update(plan), "param_dtype")
     if plan.reduce_encoding is not None:
         reduced = sum(_encoded_between_hosts(plan, b, plan.reduce_encoding, others) for b in plan.buckets)

@@ -24,11 +24,10 @@ def with_frozen(plan: Plan, params: Mapping[str, nn.Parameter], bucket_nbytes: i
     """``plan`` with buckets for the frozen ``params`` (in order of registration), packed as `make_plan` packs others,
     each in its own dtype."""
     groups: dict[torch.dtype, list[ParamSpec]] = {}
-    device = plan.buckets[0].device
+    device, num_hosts = plan.buckets[0].device, plan.buckets[0].layout.num_hosts
     for name, param in reversed(list(params.items())):
         groups.setdefault(param.dtype, []).append(ParamSpec.of(name, param))
     buckets: list[Bucket] = []
-    num_hosts = plan.topology.num_hosts if plan.topology.has_levels else 1
     for dtype, specs in groups.items():
         align = ALIGN_NBYTES // dtype.itemsize
         nbytes = bucket_nbytes or limit_of(specs, weight_nbytes=plan.weight_nbytes)

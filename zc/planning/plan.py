@@ -9,9 +9,7 @@ instead of gradients, and where a mesh has replicas::
 
     2 ranks of one host               memory, among all                          into the accumulator
     2 GPUs of one host                messages, among all                        into the accumulator
-    2 hosts of 2 CPU ranks            memory, inside a host                      into a host_sum
-                                      messages, between hosts                    into the accumulator
-    2 hosts of 2 GPUs                 messages, inside a host                    into what was sent
+    2 hosts of 2 ranks                memory or messages, inside a host          into a host_sum, or what was sent
                                       messages (or encoded), between hosts       into the accumulator
     2 replicas of 2 ranks             as one of the first two                    into a host_sum
                                       replicas, between those with one shard     into the accumulator
@@ -77,12 +75,14 @@ class Topology:
     """H = ``num_hosts`` hosts of L = ``ranks_per_host`` ranks each; rank r is number r % L on host r // L.
 
     ``reads_memory``: ranks of one host read each other's memory instead of sending messages. If hosts are unknown or
-    have different numbers of ranks, every rank counts as its own host.
+    have different numbers of ranks, every rank counts as its own host. ``levels``: how several hosts of several ranks
+    exchange, in a plan (`usable`).
     """
 
     num_hosts: int = 1
     ranks_per_host: int = 1
     reads_memory: bool = False
+    levels: Levels | None = None
 
     @cached_property
     def world_size(self) -> int:
@@ -91,16 +91,18 @@ class Topology:
     @cached_property
     def has_levels(self) -> bool:
         """Whether exchanges have two levels: inside a host, and between ranks with the same number on all hosts."""
-        return self.num_hosts > 1 and self.ranks_per_host > 1
+        return self.levels is not None
+
+    @cached_property
+    def num_across(self) -> int:
+        """How many ranks exchange with each other where bytes leave a host: one of each host in two levels, otherwise
+        all."""
+        return self.num_hosts if self.has_levels else self.world_size
 
     def of_host(self, rank: int) -> tuple[int, ...]:
         """The ranks of its host, this one included, ascending."""
         first = self.host_of(rank) * self.ranks_per_host
         return tuple(range(first, first + self.ranks_per_host))
-
-    def across(self, rank: int) -> tuple[int, ...]:
-        """The ranks with the same number on each host, this one included, in the order of hosts."""
-        return tuple(h * self.ranks_per_host + rank % self.ranks_per_host for h in range(self.num_hosts))
 
     def host_of(self, rank: int) -> int:
         return rank // self.ranks_per_host
@@ -122,12 +124,16 @@ def flat(world_size: int) -> Topology:
     return Topology(world_size, 1)
 
 
-def usable(topology: Topology, reduce: str, device_types: set[str]) -> Topology:
-    """The topology that exchanges can use: only CPUs read memory, and two levels also need the exact reduction."""
+def usable(topology: Topology, reduce: str, device_types: set[str], levels: Levels | None) -> Topology:
+    """The topology that exchanges can use: only CPUs read memory, and ``levels`` are of several ranks each and need the
+    exact reduction."""
     if device_types != {"cpu"}:
         topology = replace(topology, reads_memory=False)
-    is_one_host = topology.num_hosts == 1
-    return topology if is_one_host or (topology.has_levels and reduce == "exact") else flat(topology.world_size)
+    if topology.num_hosts == 1:
+        return topology
+    if levels is None or topology.ranks_per_host == 1 or reduce != "exact":
+        return flat(topology.world_size)
+    return replace(topology, levels=levels)
 
 
 @dataclass(frozen=True)
@@ -445,6 +451,17 @@ class Way(enum.Enum):
     REPLICAS = "replicas"  # messages between the ranks with one shard, whose sum all of them get
 
 
+class Levels(Protocol):
+    """Two levels of exchanges (`zc.ranks.levels`): inside a host, and between the ranks with one number on all
+    hosts."""
+
+    def to_reduce(self, topology: Topology, beyond: Way) -> list[Hop]:
+        """The hops of a reduction; those that leave a host go ``beyond`` it in this way."""
+
+    def to_gather(self, topology: Topology, beyond: Way, near: Way) -> list[Hop]:
+        """The hops of a gather; ``near``: inside a host."""
+
+
 class Into(enum.Enum):
     """Where a hop of a reduction leaves its sum."""
 
@@ -455,10 +472,13 @@ class Into(enum.Enum):
 
 @dataclass(frozen=True)
 class Hop:
-    """``number``: of a reduction's hops, from 0 on."""
+    """``num_ranks`` exchange with each other, in a reduction one of ``parts`` equal parts of a bucket: what the hop
+    before has left. ``number``: of a reduction's hops, from 0 on."""
 
     way: Way
     among: Level
+    num_ranks: int
+    parts: int = 1
     into: Into = Into.ACCUMULATOR
     number: int = 0
 
@@ -474,23 +494,19 @@ class Hop:
 
     def numel_sent(self, bucket: Bucket) -> int:
         """Elements of what is sent in a reduction."""
-        by_level = {Level.NET: bucket.layout.numel_host_range, Level.REPLICAS: bucket.layout.numel_shard}
-        return by_level.get(self.among, bucket.numel) if self.number else bucket.numel
+        return bucket.numel // self.parts
 
     def numel_sum(self, bucket: Bucket) -> int:
         """Elements of its sum, in a reduction."""
-        return bucket.layout.numel_host_range if self.among is Level.HOST else bucket.layout.numel_shard
+        return self.numel_sent(bucket) // (1 if self.way is Way.REPLICAS else self.num_ranks)
 
     def nbytes_sent(self, plan: Plan, bucket: Bucket) -> int:
         """Bytes that a rank sends to others in a reduction of this bucket."""
-        if self.way is Way.ALONE:
-            return 0
-        if self.way is Way.ENCODED:
-            nbytes, count = largest(plan, bucket, plan.reduce_encoding)[0], num_rows(plan)
-            return nbytes * (count - 1) // count
-        count = _num_ranks(plan, self.among)
         width = self.dtype(bucket).itemsize + (bucket.acc_dtype.itemsize if self.way is Way.REPLICAS else 0)
-        return self.numel_sent(bucket) * width * (count - 1) // count
+        nbytes = self.numel_sent(bucket) * width
+        if self.way is Way.ENCODED:
+            nbytes = largest(plan, bucket, plan.reduce_encoding)[0]
+        return nbytes * (self.num_ranks - 1) // self.num_ranks
 
     def nbytes_scratch(self, plan: Plan, bucket: Bucket) -> int:
         """Bytes of the scratch buffer for a reduction of this bucket."""
@@ -509,41 +525,26 @@ def largest(plan: Plan, bucket: Bucket, encoding: Encoding | None) -> tuple[int,
     its own shard. 0 without ``encoding``."""
     if encoding is None:
         return 0, 0
-    count, nbytes = num_rows(plan), encoding.row_nbytes(bucket.layout)
+    count, nbytes = plan.topology.num_across, encoding.row_nbytes(bucket.layout)
     together = [sum(nbytes[first : first + count]) for first in range(0, plan.world_size, count)]
     return max(together), max(nbytes) * count
-
-
-def num_rows(plan: Plan) -> int:
-    """How many ranks exchange encoded rows with each other: those with one number on all hosts, or all."""
-    return plan.topology.num_hosts if plan.topology.has_levels else plan.world_size
-
-
-def _num_ranks(plan: Plan, among: Level) -> int:
-    topology = plan.topology
-    counts = {Level.HOST: topology.ranks_per_host, Level.NET: topology.num_hosts, Level.REPLICAS: plan.num_replicas}
-    return counts.get(among, plan.world_size)
 
 
 def hops_to_reduce(plan: Plan) -> tuple[Hop, ...]:
     """The hops of each reduction; none, if one rank adds its gradients to its accumulator (stage 1)."""
     if plan.num_ranks == 1:
-        return (Hop(Way.ALONE, Level.ALL),) if plan.placement.shards_gradients else ()
-    parts: list[tuple[Way, Level, Into]] = []
-    beyond = Way.MESSAGES if plan.reduce_encoding is None else Way.ENCODED
-    if plan.world_size > 1 and plan.topology.has_levels:
-        near = (Way.MEMORY, Into.HOST_SUM) if plan.topology.reads_memory else (Way.MESSAGES, Into.SENT)
-        parts = [(near[0], Level.HOST, near[1]), (beyond, Level.NET, Into.HOST_SUM)]
+        return (Hop(Way.ALONE, Level.ALL, 1),) if plan.placement.shards_gradients else ()
+    hops: list[Hop] = []
+    beyond, topology = Way.MESSAGES if plan.reduce_encoding is None else Way.ENCODED, plan.topology
+    if topology.levels is not None:
+        hops = topology.levels.to_reduce(topology, beyond)
     elif plan.world_size > 1:
-        reads = plan.topology.reads_memory and plan.reduce == "exact"
-        parts = [(Way.MEMORY if reads else beyond, Level.ALL, Into.HOST_SUM)]
+        reads = topology.reads_memory and plan.reduce == "exact"
+        hops.append(Hop(Way.MEMORY if reads else beyond, Level.ALL, plan.world_size, into=Into.HOST_SUM))
     if plan.num_replicas > 1:
-        parts.append((Way.REPLICAS, Level.REPLICAS, Into.HOST_SUM))
-    last = len(parts) - 1
-    return tuple(
-        Hop(way, among, Into.ACCUMULATOR if number == last else into, number)
-        for number, (way, among, into) in enumerate(parts)
-    )
+        hops.append(Hop(Way.REPLICAS, Level.REPLICAS, plan.num_replicas, plan.world_size))
+    hops[-1] = replace(hops[-1], into=Into.ACCUMULATOR)
+    return tuple(replace(hop, number=number) for number, hop in enumerate(hops))
 
 
 def hops_to_gather(plan: Plan, bucket: Bucket, *, is_exact: bool = False) -> tuple[Hop, ...]:
@@ -551,15 +552,15 @@ def hops_to_gather(plan: Plan, bucket: Bucket, *, is_exact: bool = False) -> tup
     that makes them equal to their masters. Ranks read each other's shards only where one hop brings all of them: in
     stage 3 every rank gathers in an order of its own."""
     if plan.world_size == 1:
-        return (Hop(Way.ALONE, Level.ALL),)
+        return (Hop(Way.ALONE, Level.ALL, 1),)
     in_shards, reads = plan.is_sharded(bucket), plan.topology.reads_memory
     is_encoded = not is_exact and plan.gather_encoding is not None and (not in_shards or plan.encodes_weights(bucket))
     beyond = Way.ENCODED if is_encoded else Way.MESSAGES
-    if not plan.topology.has_levels:
+    if plan.topology.levels is None:
         by_memory = Way.SHARDS if in_shards else Way.MEMORY
-        return (Hop(by_memory if reads and not is_encoded else beyond, Level.ALL),)
+        return (Hop(by_memory if reads and not is_encoded else beyond, Level.ALL, plan.world_size),)
     near = Way.MEMORY if reads and not in_shards else Way.MESSAGES
-    return Hop(beyond, Level.NET), Hop(near, Level.HOST)
+    return tuple(plan.topology.levels.to_gather(plan.topology, beyond, near))
 
 
 def reads_shards(plan: Plan) -> bool:

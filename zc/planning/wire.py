@@ -124,11 +124,8 @@ def _spans(layout: FlatLayout, start: int, stop: int) -> Iterator[tuple[int, int
 def rows_between_hosts(plan: Plan, bucket: Bucket, rank: int, bits: int) -> Rows:
     """The rows that a rank encodes in a reduction, and those that it has after a gather: of all shards, or of those in
     its host range."""
-    layout = bucket.layout
-    if not plan.topology.has_levels:
-        return rows_of(layout, bits, 0, plan.world_size)
-    start, stop = layout.host_range(rank)
-    return rows_of(layout, bits, start // layout.numel_shard, (stop - start) // layout.numel_shard)
+    layout, count = bucket.layout, plan.topology.num_across
+    return rows_of(layout, bits, layout.shard_of(rank) // count * count, count)
 
 
 def own_row(plan: Plan, bucket: Bucket, rank: int, bits: int) -> Rows:
@@ -138,8 +135,7 @@ def own_row(plan: Plan, bucket: Bucket, rank: int, bits: int) -> Rows:
 
 def place_of(plan: Plan, bucket: Bucket, rank: int) -> int:
     """The number of a rank's own row in `rows_between_hosts`."""
-    shard = bucket.layout.shard_of(rank)
-    return shard % plan.topology.num_hosts if plan.topology.has_levels else shard
+    return bucket.layout.shard_of(rank) % plan.topology.num_across
 
 
 @functools.lru_cache(maxsize=1024)

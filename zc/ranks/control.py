@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -27,10 +27,13 @@ from torch import Tensor
 from zc import torch_private
 from zc.errors import PlanError, RankMismatchError, ZcError
 from zc.machine import accelerator_type
-from zc.planning.plan import Plan, Topology, flat
+from zc.planning.plan import Levels, Plan, Topology, flat
 from zc.ranks import process
 from zc.ranks.exchanges import Call, Exchanges, Step, Work, collective, messages
 from zc.ranks.journal import Journal, Watcher
+
+if TYPE_CHECKING:
+    from zc.ranks.group import Group
 
 _COMPILE = "zc.compile or zc.close"
 ErrorOf = Callable[[Exception | None, int, str], Exception]
@@ -82,12 +85,34 @@ Gather = Callable[[Any], Sequence[Any]]  # every rank's object, by rank; all ran
 FindHosts = Callable[[int, int, Gather, bool], tuple[Topology, Neighbours | None, str | None]]
 
 
+class OpenLevels(Protocol):
+    """A rank's exchanges in two levels (`zc.ranks.levels`): ``host`` with the ranks of its host, ``net``
+    with those that have its number on all hosts."""
+
+    @property
+    def host(self) -> Exchanges: ...
+
+    @property
+    def net(self) -> Exchanges: ...
+
+    def all_gather(self, out: Tensor, shard: Tensor, kind: str, bucket: int) -> Work:
+        """As `Exchanges.all_gather`, over both levels."""
+
+
+class LevelsToOpen(Levels, Protocol):
+    """How several hosts of several ranks exchange."""
+
+    def open(self, ranks: Group) -> OpenLevels:
+        """Makes the groups that carry gradients and weights. All ranks call it."""
+
+
 class Parts(NamedTuple):
     """What `zc.compile` hands over to the ranks of a model. ``find_hosts``: None: every rank counts as its own host,
-    and all send messages. ``watch_of``: the watch of this process; None: nobody looks for ranks that are out of
-    step."""
+    and all send messages. ``levels``: None: it does so where there are several hosts. ``watch_of``: the watch of
+    this process; None: nobody looks for ranks that are out of step."""
 
     find_hosts: FindHosts | None = None
+    levels: LevelsToOpen | None = None
     watch_of: Callable[[], Watcher] | None = None
 
 
@@ -114,7 +139,7 @@ class Control(Exchanges):
         self.timeout: timedelta | None = None  # of the collectives of the caller's group
         self._group = group  # the caller's; None: the default group
         self._closes_journal = everyone is None
-        self._parts, self._may_read_memory = parts, reads_memory
+        self.parts, self._may_read_memory = parts, reads_memory
         self._process_groups: ProcessGroups | None = None
         self.topology: Topology = flat(1)
         self.note: str | None = None  # of the topology

@@ -17,10 +17,10 @@ have one copy of the state, and the ranks of a column have the same shard::
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,16 +30,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from zc import torch_private
 from zc.errors import PlanError
 from zc.planning.plan import Level, Topology, flat
-from zc.ranks.control import NO_PARTS, Control, Neighbours, Parts, backend_of, host_backend
+from zc.ranks.control import NO_PARTS, Control, Neighbours, OpenLevels, Parts, backend_of, host_backend
 from zc.ranks.exchanges import Exchanges, Pieces, Work, collective, copy_own_piece
 from zc.ranks.journal import EXCHANGES, LARGEST, SUM
-
-
-class Levels(NamedTuple):
-    """Two levels: the ranks of this one's host, and the ranks with its number on all hosts."""
-
-    host: Exchanges
-    net: Exchanges
 
 
 class Group(Control):
@@ -57,7 +50,7 @@ class Group(Control):
         super().__init__(group, parts, reads_memory=reads_memory, everyone=everyone)
         self._shard: Group | None = None
         self.replicas: Group | None = None  # the ranks with the same shard as this one, or None without replicas
-        self.levels: Levels | None = None  # with two levels
+        self.levels: OpenLevels | None = None  # with two levels
         self._new_data: Callable[..., dist.ProcessGroup] | None = None  # makes one more group like `data`
         self._by_memory = False  # ranks read each other's gradients and weights in place
 
@@ -74,11 +67,6 @@ class Group(Control):
     def num_replicas(self) -> int:
         return 1 if self.replicas is None else self.replicas.world_size
 
-    @property
-    def net(self) -> Exchanges:
-        """The ranks with this one's number on all hosts; with one level, all."""
-        return self if self.levels is None else self.levels.net
-
     def of_level(self, level: Level) -> Exchanges:
         """The ranks of this exchange, other than replicas."""
         if level is Level.ALL or self.levels is None:
@@ -87,7 +75,7 @@ class Group(Control):
 
     def split(self, shard: dist.ProcessGroup, replicas: dist.ProcessGroup) -> None:
         """Splits the ranks into rows and columns of a mesh. Every rank calls it."""
-        self._shard = Group(shard, self._parts, reads_memory=self._may_read_memory, everyone=self)
+        self._shard = Group(shard, self.parts, reads_memory=self._may_read_memory, everyone=self)
         self.replicas = Group(replicas, everyone=self)  # which send messages, wherever they are
         self.replicas._between = ", between replicas"
         # otherwise it follows exchanges of `shard` on another stream, and one journal has no order of the two
@@ -98,7 +86,7 @@ class Group(Control):
         if len(set(topologies)) > 1:
             alone = flat(self._shard.world_size)
             self._shard._send_messages(alone, f"every rank is treated as its own host, because {hosts}")
-        elif self._shard.topology.has_levels and self._shard.topology.reads_memory:
+        elif self._shard.topology.num_hosts > 1 and self._shard.topology.reads_memory:
             topology = replace(self._shard.topology, reads_memory=False)
             self._shard._send_messages(topology, f"ranks of one host exchange messages, because {hosts}")
 
@@ -114,7 +102,8 @@ class Group(Control):
         return [group for group in (self._shard, self.replicas) if group is not None]
 
     def take_nbytes_sent(self) -> Counter[str]:
-        parts: list[Exchanges] = [*self._rows_and_columns, *(self.levels or ())]
+        parts: list[Exchanges] = [*self._rows_and_columns]
+        parts += [self.levels.host, self.levels.net] if self.levels is not None else []
         return sum((part.take_nbytes_sent() for part in parts), super().take_nbytes_sent())
 
     def close(self) -> None:
@@ -152,45 +141,28 @@ class Group(Control):
 
     def open_levels(self) -> None:
         """Makes the groups that carry gradients and weights inside a host and between hosts, after `open_data`. All
-        ranks call it. gloo's messages name their receiver, so there one group is enough."""
-        on_host, on_all_hosts = self.topology.of_host(self.rank), self.topology.across(self.rank)
-        self.levels = Levels(self._level(on_host), self._level(on_all_hosts, ", between hosts"))
-        self.levels.net._keeps_journal = False  # each of its exchanges belongs to one inside the host
-        # where reductions read memory, these are gathers of stage 3, which run on another stream than reductions, and
-        # one journal has no order of the two
-        self.levels.host._keeps_journal = not self.topology.reads_memory
-
-    def _level(self, members: Sequence[int], between: str = "") -> Exchanges:
-        level = Exchanges(members.index(self.rank), len(members), self.journal, between)
-        level._device, level._by_pairs, level._waits_on_stream = self._device, self._by_pairs, self._waits_on_stream
-        level.data, level._members = self.data, members
-        level.numbers = [self.numbers[member] for member in members]
-        if not self._by_pairs:
-            assert self._new_data is not None, "open_data has been called"
-            level.data, level._members = self._new_data(members=members), None
-        return level
+        ranks call it."""
+        assert self.parts.levels is not None, "the plan has two levels"
+        self.levels = self.parts.levels.open(self)
 
     @property
     def neighbours(self) -> Neighbours:
         assert self._neighbours is not None, "the plan says that ranks read each other's memory"
         return self._neighbours
 
-    # --- exchanges by memory, in two levels, or of a few numbers ---
+    # --- exchanges by memory, or of a few numbers ---
 
     def all_gather(self, out: Tensor, shard: Tensor, kind: str, bucket: int) -> Work:
-        """As `Exchanges.all_gather`. With two levels, shards are in the order of a layout with as many hosts, and the
-        host waits for the first level."""
+        """As `Exchanges.all_gather`."""
         if self._by_memory and self._neighbours is not None:
             entry, rows = self.begin(kind, bucket, self._others(out.nbytes)), out.view(self.world_size, -1)
             if rows[self.rank].data_ptr() != shard.data_ptr():
                 rows[self.rank].copy_(shard)
             received = dict(enumerate(rows))
             return self._work(entry, *self._neighbours.exchange(EXCHANGES.index(kind), bucket, received, shard))
-        if self.levels is None:
-            return super().all_gather(out, shard, kind, bucket)
-        host_range = out.view(self.levels.host.world_size, -1)[self.levels.host.rank]
-        self.levels.net.all_gather(host_range, shard, kind, bucket).wait()
-        return self.levels.host.all_gather(out, host_range, kind, bucket)
+        if self.levels is not None:
+            return self.levels.all_gather(out, shard, kind, bucket)
+        return super().all_gather(out, shard, kind, bucket)
 
     def exchange(self, received: Pieces, sent: Pieces, kind: str, bucket: int) -> Work:
         """As `Exchanges.exchange`."""

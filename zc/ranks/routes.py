@@ -128,7 +128,7 @@ class Routes:
         self._made: dict[Hop, Route] = {}
         self._to_gather: dict[tuple[bool, bool], tuple[Hop, ...]] = {}  # by what decides it: all buckets are alike
         # of weights that a rank gathers when it likes: made here, since two threads use it
-        self.shards = self._of(Hop(Way.SHARDS, Level.ALL)) if self.gathers_alone else Route()
+        self.shards = self._of(Hop(Way.SHARDS, Level.ALL, plan.world_size)) if self.gathers_alone else Route()
 
     @property
     def gathers_alone(self) -> bool:

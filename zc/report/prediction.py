@@ -22,6 +22,7 @@ from torch import nn
 from zc.checks import check_plan, check_replicas, check_scripts, shardable, trainable
 from zc.config import Config, check_count
 from zc.errors import PlanError, megabytes
+from zc.features import RANKS
 from zc.planning.allocations import copied, heaviest, of_ddp, resident, sent, sent_between_hosts
 from zc.planning.blocks import find_kinds
 from zc.planning.packing import ParamSpec
@@ -132,7 +133,7 @@ def plan(
     rules = [TRAITS[name].rule for name in classes]
     hosts = flat(world_size) if ranks_per_host is None else Topology(world_size // ranks_per_host, ranks_per_host)
     topology = _topology_of_replica(hosts, num_replicas, ranks_per_host)
-    topology = usable(topology, config.reduce, {s.device.type for s in specs})
+    topology = usable(topology, config.reduce, {s.device.type for s in specs}, RANKS.levels)
 
     frozen = sum(param.nbytes for param in model.parameters() if not param.requires_grad)
     with compiled.runtime.weights.named_plainly() if compiled is not None else nullcontext():

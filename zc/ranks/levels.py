@@ -1,0 +1,81 @@
+"""Two levels, where several hosts have several ranks each, so that sums cross hosts instead of gradients. A reduction
+sums inside each host first, then over the ranks with one number on all hosts; a gather goes the other way::
+
+    2 hosts of 2 CPU ranks            memory, inside a host                      into a host_sum
+                                      messages (or encoded), between hosts       into the accumulator
+    2 hosts of 2 GPUs                 messages, inside a host                    into what was sent
+                                      messages (or encoded), between hosts       into the accumulator
+
+`zc.compile` hands it over. Without it each rank is its own host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from torch import Tensor
+
+from zc.planning.plan import Hop, Into, Level, Topology, Way
+from zc.ranks.exchanges import Exchanges, Work
+
+if TYPE_CHECKING:
+    from zc.ranks.group import Group
+
+
+class OfRank(NamedTuple):
+    """The ranks of this one's host, and the ranks with its number on all hosts."""
+
+    host: Exchanges
+    net: Exchanges
+
+    def all_gather(self, out: Tensor, shard: Tensor, kind: str, bucket: int) -> Work:
+        """As `Exchanges.all_gather`. Shards are in the order of a layout with as many hosts, and the host waits for the
+        first level."""
+        host_range = out.view(self.host.world_size, -1)[self.host.rank]
+        self.net.all_gather(host_range, shard, kind, bucket).wait()
+        return self.host.all_gather(out, host_range, kind, bucket)
+
+
+@dataclass(frozen=True)
+class TwoLevels:
+    """A `zc.ranks.control.LevelsToOpen`."""
+
+    def to_reduce(self, topology: Topology, beyond: Way) -> list[Hop]:
+        near = (Way.MEMORY, Into.HOST_SUM) if topology.reads_memory else (Way.MESSAGES, Into.SENT)
+        return [
+            Hop(near[0], Level.HOST, topology.ranks_per_host, into=near[1]),
+            Hop(beyond, Level.NET, topology.num_hosts, topology.ranks_per_host, Into.HOST_SUM),
+        ]
+
+    def to_gather(self, topology: Topology, beyond: Way, near: Way) -> list[Hop]:
+        return [Hop(beyond, Level.NET, topology.num_hosts), Hop(near, Level.HOST, topology.ranks_per_host)]
+
+    def open(self, ranks: Group) -> OfRank:
+        """gloo's messages name their receiver, so there one process group is enough."""
+        topology = ranks.topology
+        host = _part(ranks, topology.of_host(ranks.rank))
+        net = _part(ranks, across(topology, ranks.rank), ", between hosts")
+        net._keeps_journal = False  # each of its exchanges belongs to one inside the host
+        # where reductions read memory, these are gathers of stage 3, which run on another stream than reductions, and
+        # one journal has no order of the two
+        host._keeps_journal = not topology.reads_memory
+        return OfRank(host, net)
+
+
+def across(topology: Topology, rank: int) -> tuple[int, ...]:
+    """The ranks with the same number on each host, this one included, in the order of hosts."""
+    return tuple(range(rank % topology.ranks_per_host, topology.world_size, topology.ranks_per_host))
+
+
+def _part(ranks: Group, members: Sequence[int], between: str = "") -> Exchanges:
+    """Some of the ranks, by their numbers in the group."""
+    part = Exchanges(members.index(ranks.rank), len(members), ranks.journal, between)
+    part._device, part._by_pairs, part._waits_on_stream = ranks._device, ranks._by_pairs, ranks._waits_on_stream
+    part.data, part._members = ranks.data, members
+    part.numbers = [ranks.numbers[member] for member in members]
+    if not ranks._by_pairs:
+        assert ranks._new_data is not None, "open_data has been called"
+        part.data, part._members = ranks._new_data(members=members), None
+    return part
