@@ -38,7 +38,7 @@ WINGS = {
     "weights": "zc.weights zc.meta zc.planning.residency zc.planning.frozen zc.passes.window_weights "
                "zc.passes.residency zc.engine.weight_operations",
     "host": "zc.ranks.neighbours zc.ranks.hosts",
-    "levels": "zc.ranks.levels",
+    "levels": "zc.ranks.levels", "replicas": "zc.ranks.replicas",
     "wire": "zc.planning.wire zc.ranks.encoded",
     "watch": "zc.ranks.watch",
     "agree": "zc.engine.announcements zc.ranks.announcement",

@@ -16,6 +16,7 @@ from zc.ranks.encoded import encoded
 from zc.ranks.hosts import find_hosts
 from zc.ranks.levels import TwoLevels
 from zc.ranks.neighbours import by_memory
+from zc.ranks.replicas import between_replicas, split
 from zc.ranks.routes import MakeRoute
 from zc.ranks.watch import Watch
 
@@ -26,12 +27,14 @@ if TYPE_CHECKING:
 RANKS = Parts(
     find_hosts=find_hosts,
     levels=TwoLevels(),
+    split=split,
     watch_of=Watch.of_this_process,
 )
 ROUTES: dict[Way, MakeRoute] = {
     Way.ENCODED: encoded,
     Way.MEMORY: by_memory,
     Way.SHARDS: by_memory,
+    Way.REPLICAS: between_replicas,
 }
 
 

@@ -21,7 +21,9 @@ ROOT = Path(__file__).resolve().parents[2]
 TOGETHER = ("zc/__init__.py", "zc/api.py", "zc/config.py", "zc/features.py", "zc/prepare.py", "passes/pipeline.py")
 # Wings that nothing else needs, or a part of one. `tests/arrows.py` has the modules of the others.
 PARTS = {"disk": "zc.offload.disk"}
-NAMES = ("disk", "wire", "in_place", "report", "integrations", "host", "levels", "watch", "checking", "agree")
+NAMES = (
+    "disk", "wire", "in_place", "report", "integrations", "host", "levels", "replicas", "watch", "checking", "agree",
+)  # fmt: skip
 
 TRAIN = """
 import os, sys, warnings

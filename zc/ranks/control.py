@@ -33,6 +33,8 @@ from zc.ranks.exchanges import Call, Exchanges, Step, Work, collective, messages
 from zc.ranks.journal import Journal, Watcher
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from zc.ranks.group import Group
 
 _COMPILE = "zc.compile or zc.close"
@@ -108,11 +110,13 @@ class LevelsToOpen(Levels, Protocol):
 
 class Parts(NamedTuple):
     """What `zc.compile` hands over to the ranks of a model. ``find_hosts``: None: every rank counts as its own host,
-    and all send messages. ``levels``: None: it does so where there are several hosts. ``watch_of``: the watch of
-    this process; None: nobody looks for ranks that are out of step."""
+    and all send messages. ``levels``: None: it does so where there are several hosts. ``split``: this rank's
+    row and column of a mesh of two dimensions; None: such a mesh is refused. ``watch_of``: the watch of this process;
+    None: nobody looks for ranks that are out of step."""
 
     find_hosts: FindHosts | None = None
     levels: LevelsToOpen | None = None
+    split: Callable[[Group, DeviceMesh], tuple[Group, Group]] | None = None
     watch_of: Callable[[], Watcher] | None = None
 
 
@@ -139,7 +143,7 @@ class Control(Exchanges):
         self.timeout: timedelta | None = None  # of the collectives of the caller's group
         self._group = group  # the caller's; None: the default group
         self._closes_journal = everyone is None
-        self.parts, self._may_read_memory = parts, reads_memory
+        self.parts, self.may_read_memory = parts, reads_memory
         self._process_groups: ProcessGroups | None = None
         self.topology: Topology = flat(1)
         self.note: str | None = None  # of the topology

@@ -1,4 +1,4 @@
-r"""The ranks of one model, and their exchanges of gradients and weights.
+"""The ranks of one model, and their exchanges of gradients and weights.
 
 There are two process groups: *data* carries gradients and weights, *control* a few bytes of host memory per step (which
 parameters got a gradient, a checksum of the exchanges). Both belong to zc. On CPU gloo matches collectives by their
@@ -6,19 +6,14 @@ order, so the comm stream's thread must not race with the program's own collecti
 group has one stream for all its collectives, so a reduction would wait for those of the program, and these for zc's.
 zc's stream has high priority: its kernels do not wait for compute that was issued before.
 
-The ranks of ``mesh=``. With one dimension it is a group. With two, (replicate, shard), the ranks of a row together
-have one copy of the state, and the ranks of a column have the same shard::
-
-    replicate \ shard    0   1   2   3
-        0                 0   1   2   3      each row is a copy of the optimizer state
-        1                 4   5   6   7      rank 6 has the same shard as rank 2
+The ranks of ``mesh=``: with one dimension it is a group; with two, (replicate, shard), it has replicas
+(`zc.ranks.replicas`).
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -29,15 +24,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zc import torch_private
 from zc.errors import PlanError
-from zc.planning.plan import Level, Topology, flat
+from zc.planning.plan import Level, Topology
 from zc.ranks.control import NO_PARTS, Control, Neighbours, OpenLevels, Parts, backend_of, host_backend
 from zc.ranks.exchanges import Exchanges, Pieces, Work, collective, copy_own_piece
 from zc.ranks.journal import EXCHANGES, LARGEST, SUM
 
 
 class Group(Control):
-    """The ranks of `Control`, with the exchanges of gradients and weights. A mesh of two dimensions `split`s these;
-    announcements still go to all ranks."""
+    """The ranks of `Control`, with the exchanges of gradients and weights. With a mesh of two dimensions these are of
+    the rows and columns; announcements still go to all ranks."""
 
     def __init__(
         self,
@@ -73,24 +68,7 @@ class Group(Control):
             return self
         return self.levels.host if level is Level.HOST else self.levels.net
 
-    def split(self, shard: dist.ProcessGroup, replicas: dist.ProcessGroup) -> None:
-        """Splits the ranks into rows and columns of a mesh. Every rank calls it."""
-        self._shard = Group(shard, self.parts, reads_memory=self._may_read_memory, everyone=self)
-        self.replicas = Group(replicas, everyone=self)  # which send messages, wherever they are
-        self.replicas._between = ", between replicas"
-        # otherwise it follows exchanges of `shard` on another stream, and one journal has no order of the two
-        self.replicas._keeps_journal = self._shard.world_size == 1
-        topologies = self.gather_objects(str(self._shard.topology))
-        # all ranks need one plan, and all replicas one order of summation
-        hosts = f"the ranks of `shard` lie on {' or '.join(dict.fromkeys(topologies))}"
-        if len(set(topologies)) > 1:
-            alone = flat(self._shard.world_size)
-            self._shard._send_messages(alone, f"every rank is treated as its own host, because {hosts}")
-        elif self._shard.topology.num_hosts > 1 and self._shard.topology.reads_memory:
-            topology = replace(self._shard.topology, reads_memory=False)
-            self._shard._send_messages(topology, f"ranks of one host exchange messages, because {hosts}")
-
-    def _send_messages(self, topology: Topology, note: str) -> None:
+    def send_messages(self, topology: Topology, note: str) -> None:
         """Makes these ranks exchange messages instead of reading each other's memory."""
         if self._neighbours is not None:
             self._neighbours.close()
@@ -209,24 +187,29 @@ def ranks_of(
 
     ``reads_memory``: the model is on a CPU, so ranks of one host may read each other's memory.
     """
-    rows: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
     if mesh is not None:
         if not isinstance(mesh, DeviceMesh):
             raise TypeError(f"mesh must be a torch.distributed.DeviceMesh, got {type(mesh).__name__}")
         if group is not None:
             raise PlanError("both group and mesh were given: leave one of them out")
         check_mesh(mesh)
-        if mesh.ndim == 1:
-            group = mesh.get_group()
-        elif mesh.shape[0] > 1:
-            rows = mesh.get_group(1), mesh.get_group(0)
+        group = mesh.get_group() if mesh.ndim == 1 else None
+        if has_replicas(mesh) and parts.split is None:
+            raise PlanError(
+                f"mesh ({_describe(mesh)}) has {mesh.shape[0]} replicas, and this zc has no zc.ranks.replicas: give a "
+                "mesh of one dimension"
+            )
     ranks = Group(group, parts, reads_memory=reads_memory)
     shape = "none" if mesh is None else f"({_describe(mesh)}) of the ranks {mesh.mesh.tolist()}"
     # before more groups are made: ranks with different meshes would make different groups, and wait for each other
     ranks.same_everywhere("what zc.compile was given as mesh", [shape], "Give all ranks the same one")
-    if rows is not None:
-        ranks.split(*rows)
+    if mesh is not None and has_replicas(mesh) and parts.split is not None:
+        ranks._shard, ranks.replicas = parts.split(ranks, mesh)
     return ranks
+
+
+def has_replicas(mesh: DeviceMesh) -> bool:
+    return mesh.ndim == 2 and mesh.shape[0] > 1
 
 
 def check_mesh(mesh: DeviceMesh) -> None:

@@ -20,13 +20,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from einops import rearrange
 from torch import Tensor
 
 from zc.kernels import reduce_rows
 from zc.planning.plan import Bucket, Hop, Level, Plan, Way, hops_to_gather, reads_shards
 from zc.ranks.exchanges import Sum
-from zc.ranks.journal import GATHER, GATHER_SUMS, wait
+from zc.ranks.journal import GATHER, wait
 
 if TYPE_CHECKING:
     from zc.ranks.exchanges import Exchanges
@@ -87,36 +86,17 @@ class Messages(Route):
 
     def take(self, bucket: Bucket, sent: Tensor, scratch: Tensor) -> None:
         if self.is_native:
-            wait(self.ranks.reduce_scatter(_view(scratch, bucket.layout.numel_shard, sent.dtype), sent, bucket.index))
+            wait(self.ranks.reduce_scatter(part_of(scratch, bucket.layout.numel_shard, sent.dtype), sent, bucket.index))
         else:
-            wait(self.ranks.all_to_all(_view(scratch, sent.numel(), sent.dtype), sent, bucket.index))
+            wait(self.ranks.all_to_all(part_of(scratch, sent.numel(), sent.dtype), sent, bucket.index))
 
     def finish(self, bucket: Bucket, scratch: Tensor, total: Sum) -> None:
         count = 1 if self.is_native else self.ranks.world_size
-        rows = _view(scratch, count * total.out.numel(), self.hop.dtype(bucket)).view(count, -1)
+        rows = part_of(scratch, count * total.out.numel(), self.hop.dtype(bucket)).view(count, -1)
         add_rows(total, rows, bucket, keeps_rows=False)
 
     def gather(self, bucket: Bucket, whole: Tensor, shard: Tensor, scratch: Tensor | None, base: Tensor | None) -> None:
         wait(self.ranks.all_gather(whole, shard, GATHER, bucket.index))
-
-
-@dataclass(frozen=True)
-class Replicas(Route):
-    """The ranks with one shard, which all get the same bits of its sum: each sums a piece, in the order of the ranks,
-    and sends that to the others."""
-
-    ranks: Exchanges
-
-    def take(self, bucket: Bucket, sent: Tensor, scratch: Tensor) -> None:
-        rows, out = _view(scratch, sent.numel(), sent.dtype), _view(scratch, sent.numel(), bucket.acc_dtype)
-        piece = torch.empty(sent.numel() // self.ranks.world_size, dtype=bucket.acc_dtype, device=sent.device)
-        wait(self.ranks.all_to_all(rows, sent, bucket.index))
-        pieces = rearrange(rows, "(replica piece) -> replica piece", replica=self.ranks.world_size)
-        add_rows(Sum(piece), pieces, bucket, keeps_rows=False)
-        wait(self.ranks.all_gather(out, piece, GATHER_SUMS, bucket.index))
-
-    def finish(self, bucket: Bucket, scratch: Tensor, total: Sum) -> None:
-        add_rows(total, _view(scratch, total.out.numel(), bucket.acc_dtype).view(1, -1), bucket, keeps_rows=False)
 
 
 class Routes:
@@ -164,9 +144,6 @@ class Routes:
         match hop.way:
             case Way.ALONE:
                 return Alone()
-            case Way.REPLICAS:
-                assert self.group.replicas is not None, "the plan has replicas"
-                return Replicas(self.group.replicas)
             case Way.MESSAGES:
                 return Messages(sharers.of_level(hop.among), hop, is_native=plan.reduce == "native")
         raise AssertionError(f"zc.compile has handed over no way to travel by {hop.way.value}")
@@ -191,6 +168,6 @@ def _copy(out: Tensor, tensor: Tensor) -> None:
         out.copy_(tensor)
 
 
-def _view(raw: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+def part_of(raw: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
     """The first elements of ``raw``, which are bytes."""
     return raw[: numel * dtype.itemsize].view(dtype)

@@ -166,7 +166,7 @@ def plan(
 
 
 def _topology_of_replica(hosts: Topology, num_replicas: int, ranks_per_host: int | None) -> Topology:
-    """Which of the ranks that share the state are on one host, as `zc.ranks.group.Group.split` has it."""
+    """Which of the ranks that share the state are on one host, as `zc.ranks.replicas.split` has it."""
     if num_replicas == 1:
         return replace(hosts, reads_memory=ranks_per_host is not None)
     shard, on_host = hosts.world_size // num_replicas, ranks_per_host or 1
