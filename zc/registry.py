@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zc.engine.memory_order import change_each
 from zc.errors import PlanError
 
 if TYPE_CHECKING:
@@ -42,10 +43,11 @@ def persistent_nbytes(model: nn.Module) -> dict[str, int]:
     sharded_model = sharded(model)
     runtime = sharded_model.runtime
     nbytes = runtime.buffers.nbytes()
-    by_param = [state for optimizer in sharded_model.optimizers for state in optimizer.local.state.values()]
-    states = [v for state in by_param if isinstance(state, dict) for v in state.values() if isinstance(v, Tensor)]
+    states: list[Any] = []
+    for one in sharded_model.optimizers:
+        change_each(lambda _, value: states.append(value), None, list(one.local.state.values()))
     whole = sum(param.nbytes for name, param in runtime.frozen.items() if name not in runtime.placed)
     if whole:
         nbytes["frozen"] = nbytes.get("frozen", 0) + whole
-    nbytes["optimizer_state"] = sum(v.nbytes for v in states if v.dim() > 0)
+    nbytes["optimizer_state"] = sum(v.nbytes for v in states if isinstance(v, Tensor) and v.dim() > 0)
     return nbytes

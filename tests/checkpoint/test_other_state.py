@@ -315,3 +315,21 @@ def test_a_tuple_of_tensors_is_refused_where_it_would_be_cut(tmp_path: Path) -> 
     for texts in run_ranks(_hide, 2, tmp_path, tuple):
         for kind, text in texts:
             assert kind == "CheckpointError" and "state last of " in text and "is a tuple of tensors" in text, text
+
+
+def _look(rank: int, world_size: int) -> tuple[list[int], int]:
+    """Elements that this rank shows in the list of each parameter's state, and bytes of all states."""
+    model = _model()
+    optimizer = Recent(model.parameters())
+    zc.compile(model, optimizer, backend="eager", bucket_nbytes=64)
+    _train(model, optimizer, 0, 2)
+    shown = [optimizer.state[param]["last"][0].numel() for param in model.parameters()]
+    return shown, zc.persistent_nbytes(model)["optimizer_state"]
+
+
+def test_tensors_in_lists_are_shown_and_counted_by_the_rank_that_has_them() -> None:
+    """A rank that owns nothing of a parameter showed the list of another one."""
+    numels = [param.numel() for param in _model().parameters()]
+    ranks = run_ranks(_look, 2)
+    assert [sum(both) for both in zip(*(shown for shown, _ in ranks), strict=True)] == numels
+    assert sum(nbytes for _, nbytes in ranks) == 4 * 3 * sum(numels)  # two in the list, and the average

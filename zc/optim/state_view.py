@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor
 
-from zc.engine.memory_order import is_cut
+from zc.engine.memory_order import change_each, is_cut
 from zc.errors import ZcError
 from zc.optim.trials import SHAPE, state_of_trial
 
@@ -279,8 +279,12 @@ class StateView(MutableMapping[Any, Any]):
 
 def _without_elements(state: Mapping[Any, Any], shape: torch.Size) -> dict[Any, Any]:
     """A state like this one, of a parameter of this ``shape``, for a rank that has no element of it."""
+
+    def without(key: Any, value: Any) -> Any:
+        return value.new_empty(0) if is_cut(key, value, shape) else value
+
     return {
-        key: item.new_empty(0) if is_cut(key, item, shape) else item
+        key: change_each(without, key, item)
         for key, item in state.items()
         if not isinstance(item, Tensor) or item.dim() == 0 or item.shape == shape
     }
