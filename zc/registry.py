@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zc.engine.memory_order import change_each
+from zc.engine.memory_order import values_in
 from zc.errors import PlanError
 
 if TYPE_CHECKING:
@@ -43,9 +43,8 @@ def persistent_nbytes(model: nn.Module) -> dict[str, int]:
     sharded_model = sharded(model)
     runtime = sharded_model.runtime
     nbytes = runtime.buffers.nbytes()
-    states: list[Any] = []
-    for one in sharded_model.optimizers:
-        change_each(lambda _, value: states.append(value), None, list(one.local.state.values()))
+    by_param = [list(optimizer.local.state.values()) for optimizer in sharded_model.optimizers]
+    states = [value for _, value in values_in(None, by_param)]
     whole = sum(param.nbytes for name, param in runtime.frozen.items() if name not in runtime.placed)
     if whole:
         nbytes["frozen"] = nbytes.get("frozen", 0) + whole

@@ -323,8 +323,8 @@ def _look(rank: int, world_size: int) -> tuple[list[int], int]:
     optimizer = Recent(model.parameters())
     zc.compile(model, optimizer, backend="eager", bucket_nbytes=64)
     _train(model, optimizer, 0, 2)
-    shown = [optimizer.state[param]["last"][0].numel() for param in model.parameters()]
-    return shown, zc.persistent_nbytes(model)["optimizer_state"]
+    numels = [optimizer.state[param]["last"][0].numel() for param in model.parameters()]
+    return numels, zc.persistent_nbytes(model)["optimizer_state"]
 
 
 def test_tensors_in_lists_are_shown_and_counted_by_the_rank_that_has_them() -> None:

@@ -45,9 +45,9 @@ def test_the_shapes_of_its_states(name: str) -> None:
     for shape in [(6, 4)] if name == "Muon" else [(6, 4), (6,)]:
         (state,) = after_a_step(name, shape, **ALL_TENSORS.get(name, {})).state.values()
         for key, value in state.items():
-            known = traits.shape_of(key, shape)
-            assert known == tuple(value.shape) if known is not None else torch.as_tensor(value).numel() == 1, key
-            seen |= {key} if known is not None else set()
+            kept = traits.shape_of(key, shape)
+            assert kept == tuple(value.shape) if kept is not None else torch.as_tensor(value).numel() == 1, key
+            seen |= {key} if kept is not None else set()
     assert seen == {*traits.tensors, *traits.sums}
 
 

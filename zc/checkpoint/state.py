@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +12,7 @@ from torch.optim import Optimizer
 
 from zc.checkpoint.other_state import OTHER, TOGETHER, note_of, state_by_string, states_of_frozen, together
 from zc.checkpoint.shards import ReadOnly, ShardOf
-from zc.engine.memory_order import change_each, flattened, is_cut
+from zc.engine.memory_order import change_each, flattened, is_cut, values_in
 from zc.errors import CheckpointError, PlanError
 from zc.optim.assignment import Optimizers, optimizers_in
 from zc.planning.layout import Slot
@@ -151,8 +150,8 @@ def state_of(model: nn.Module, sharded_model: ShardedModel) -> dict[str, Any]:
         state = mine.optimizer.local.state.get(mine.slice, {})
         if state:
             if mine.is_cut:
-                for key, item in state.items():
-                    change_each(partial(_check_part, name, mine), key, item)
+                for key, value in values_in(None, state):
+                    _check_part(name, mine, key, value)
             states[name] = mine.parts(state)
     rank = sharded_model.runtime.group.rank
     weights.update({name: _of_rank_0(rank, value) for name, value in others(model, sharded_model).items()})

@@ -4,7 +4,7 @@ state lies like its parameter."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -41,6 +41,18 @@ def change_each(change: Callable[[Any, Any], Any], key: Any, item: Any) -> Any:
     if isinstance(item, list):
         return [change_each(change, key, value) for value in item]
     return change(key, item)
+
+
+def values_in(key: Any, item: Any) -> Iterator[tuple[Any, Any]]:
+    """Each value of a state with its key, as `change_each` finds them."""
+    if isinstance(item, Mapping):
+        for inner, value in item.items():
+            yield from values_in(inner, value)
+    elif isinstance(item, list):
+        for value in item:
+            yield from values_in(key, value)
+    else:
+        yield key, item
 
 
 def is_cut(key: Any, item: Any, shape: torch.Size) -> bool:
