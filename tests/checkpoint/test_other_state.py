@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from harness import run_ranks
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.optim import Adagrad, AdamW, Optimizer
 from training_runs import message_of
 
@@ -315,6 +316,29 @@ def test_a_tuple_of_tensors_is_refused_where_it_would_be_cut(tmp_path: Path) -> 
     for texts in run_ranks(_hide, 2, tmp_path, tuple):
         for kind, text in texts:
             assert kind == "CheckpointError" and "state last of " in text and "is a tuple of tensors" in text, text
+
+
+def _hide_on_one(rank: int, world_size: int, hides: int) -> list[tuple[str, str]]:
+    model = _model()
+    optimizer = Recent(model.parameters())
+    zc.compile(model, optimizer, backend="eager", bucket_nbytes=64)
+    _train(model, optimizer, 0, 1)
+    if rank == hides:
+        for param in model.parameters():
+            optimizer.state[param]["pair"] = (torch.ones(1), torch.ones(1))
+    return [
+        message_of(lambda: zc.full_optimizer_state(model, optimizer)),
+        message_of(lambda: get_optimizer_state_dict(model, optimizer)),
+        message_of(lambda: zc.full_optimizer_state(model, optimizer)),  # no rank waits in the one before
+    ]
+
+
+@pytest.mark.parametrize("hides", [0, 1])
+def test_a_state_that_one_rank_refuses_is_refused_by_all(hides: int) -> None:
+    """The others waited in the gather for its parts."""
+    for texts in run_ranks(_hide_on_one, 2, hides, timeout=30.0):
+        for kind, text in texts:
+            assert kind == "CheckpointError" and "state pair of " in text and "is a tuple of tensors" in text, text
 
 
 def _look(rank: int, world_size: int) -> tuple[list[int], int]:

@@ -66,7 +66,8 @@ def _get(model: nn.Module, optimizers: Sequence[Optimizer], options: Any) -> dic
     sharded_model = _sharded_model(model, optimizers, options)
     if sharded_model is None:
         return None
-    state: dict[str, Any] = state_of(model, sharded_model)["optimizer"]
+    with channel_of(sharded_model).together("reading the optimizer's state"):
+        state: dict[str, Any] = state_of(model, sharded_model)["optimizer"]
     if any(bucket.has_master for bucket in sharded_model.runtime.plan.buckets):
         sharded_model.runtime.say_once(
             "torch.distributed.checkpoint.state_dict gives the weights as the model has them, without the fp32 masters "

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zc.checkpoint.other_state import refuse_together, state_by_string, states_of_frozen
+from zc.checkpoint.saving import channel_of
 from zc.checkpoint.shards import ShardOf
 from zc.checkpoint.state import groups_of, host_copy, numbered, owned, state_of, synchronized
 from zc.engine.memory_order import change_each, in_shape
@@ -42,8 +43,9 @@ def full_optimizer_state(model: nn.Module, optimizer: Optimizers) -> Any:
     inside = innermost(optimizer) if isinstance(optimizer, Optimizer) else None
     alone = [each for each in sharded_model.optimizers if each.optimizer is inside]
     synchronized(model, sharded_model.container if alone else optimizer)
-    refuse_together(sharded_model, alone or sharded_model.optimizers, "zc.full_optimizer_state")
-    state: dict[str, dict[str, Any]] = state_of(model, sharded_model)["optimizer"]["state"]
+    with channel_of(sharded_model).together("zc.full_optimizer_state"):
+        refuse_together(sharded_model, alone or sharded_model.optimizers, "zc.full_optimizer_state")
+        state: dict[str, dict[str, Any]] = state_of(model, sharded_model)["optimizer"]["state"]
     parts = []
     for one in alone or sharded_model.optimizers:
         numbers, groups = numbered(groups_of([one]))
