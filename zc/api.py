@@ -95,7 +95,7 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
 
     Reductions:
         reduce: "exact": all-to-all, then a sum in rank order in fp32, bitwise the same for every bucket size and
-            overlap setting; "native": the backend's reduce-scatter in ``reduce_dtype``.
+            overlap setting; "native": the backend's reduce-scatter in ``reduce_dtype``, not in float16.
         reduce_dtype: what travels between ranks; None: the parameters' dtype (stage 2), the accumulator's (stage 1).
             torch.int8: where they leave a host, 8-bit integers with a scale per 256 elements (docs/multinode.md);
             inside a host everything is exact. Biases, norms and small parameters stay exact everywhere.

@@ -48,6 +48,29 @@ def test_ddp_s_weights_and_one_result_for_every_bucket_size(world_size: int, per
             assert all(torch.equal(result[name], first[name]) for name in wanted), run.options
 
 
+LARGE = 40000.0  # the sum of two of it is no float16
+
+
+def large_gradients(rank: int, world_size: int, per_host: int, shape: tuple[int, ...], memory: str) -> list[float]:
+    """Job: the mean of four gradients of `LARGE`, by float16."""
+    model = nn.Linear(8, 8, bias=False)
+    with environment(GROUP_RANK=str(rank // per_host), ZC_HOST_MEMORY=memory):
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")) if shape else None
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        zc.compile(model, optimizer, backend="eager", reduce_dtype=torch.float16, mesh=mesh)
+    (model.weight * LARGE).sum().backward()
+    gradient = zc.full_grad(model)["weight"]
+    assert gradient is not None
+    return gradient.flatten().tolist()
+
+
+def test_the_sum_of_a_host_does_not_overflow_in_float16() -> None:
+    """It was sent to the other hosts, or replicas, as a sum: infinite where DDP's mean is not."""
+    hosts = [(2, (), "1"), (2, (), "0"), (4, (2, 2), "1"), (4, (2, 2), "0")]
+    for case, ranks in run_cases(large_gradients, 4, hosts):
+        assert all(set(values) == {LARGE} for values in ranks), (case, ranks)
+
+
 def test_a_rank_s_shard_and_segment() -> None:
     """By hand: 2 hosts of 3, 12 elements, 2 a shard; the l-th ranks of the hosts have the l-th third between them."""
     layout = flat_layout([("w", (12,))], 6, 1, num_hosts=2)

@@ -84,6 +84,9 @@ def test_refused_parameters_optimizers_and_meshes() -> None:
             zc.plan(nn.Linear(4, 4).double(), world_size=2, **{name: option})
         with pytest.raises(PlanError, match=rf"{name}=.* and a mesh of two dimensions with 2 replicas"):
             zc.plan(matrix, world_size=4, num_replicas=2, **{name: option})
+    for model, options in ((matrix, {"reduce_dtype": torch.float16}), (nn.Linear(4, 4).half(), {})):
+        with pytest.raises(PlanError, match="in float16, and a sum over 2 ranks may pass"):
+            zc.plan(model, world_size=2, reduce="native", **options)
     with pytest.raises(PlanError, match="gather_dtype='int4' and an optimizer that reads whole parameters"):
         zc.plan(matrix, world_size=2, optimizer="Muon", gather_dtype="int4")
     assert zc.plan(matrix, world_size=2, optimizer="Muon", reduce_dtype=torch.int8).wire["gradients"] > 0

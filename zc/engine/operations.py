@@ -149,12 +149,13 @@ def _sent(accs: Accumulators, bucket: int, src: str, hop: int) -> Tensor:
 
 def _sum_into(accs: Accumulators, bucket: int, dst: str, hop: int) -> Sum:
     """The last hop adds the mean over all ranks to this rank's shard of an accumulator. Others leave the sum of some
-    ranks' gradients at the start of ``dst``."""
+    ranks' gradients at the start of ``dst``, in float16 their mean."""
     plan, record = accs.plan, accs.plan.buckets[bucket]
+    scale = plan.hops[hop].scale
     if hop < len(plan.hops) - 1:
-        return Sum(accs.buffers.inner_sum(dst, record, hop))
+        return Sum(accs.buffers.inner_sum(dst, record, hop), scale)
     out = accs.buffers.shard(accs.buffers.named(dst, record), record)
-    return Sum(out, 1.0 / plan.num_ranks, accs.is_added_to(bucket))
+    return Sum(out, scale, accs.is_added_to(bucket))
 
 
 def _end_hop(accs: Accumulators, bucket: int, total: Sum, hop: int) -> None:

@@ -473,7 +473,8 @@ class Into(enum.Enum):
 @dataclass(frozen=True)
 class Hop:
     """``num_ranks`` exchange with each other, in a reduction one of ``parts`` equal parts of a bucket: what the hop
-    before has left. ``number``: of a reduction's hops, from 0 on."""
+    before has left. ``number``: of a reduction's hops, from 0 on. ``scale``: what a reduction multiplies the sum with.
+    """
 
     way: Way
     among: Level
@@ -481,6 +482,7 @@ class Hop:
     parts: int = 1
     into: Into = Into.ACCUMULATOR
     number: int = 0
+    scale: float = 1.0
 
     @property
     def is_direct(self) -> bool:
@@ -543,7 +545,10 @@ def hops_to_reduce(plan: Plan) -> tuple[Hop, ...]:
         hops.append(Hop(Way.MEMORY if reads else beyond, Level.ALL, plan.world_size, into=Into.HOST_SUM))
     if plan.num_replicas > 1:
         hops.append(Hop(Way.REPLICAS, Level.REPLICAS, plan.num_replicas, plan.world_size))
-    hops[-1] = replace(hops[-1], into=Into.ACCUMULATOR)
+    hops[-1] = replace(hops[-1], into=Into.ACCUMULATOR, scale=1.0 / plan.num_ranks)
+    if any(bucket.net_dtype == torch.float16 for bucket in plan.buckets):
+        # each hop gives a mean: the sum of many gradients may pass float16's largest number
+        hops = [replace(hop, scale=1.0 / hop.num_ranks) for hop in hops]
     return tuple(replace(hop, number=number) for number, hop in enumerate(hops))
 
 
