@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from zc.diverged import command
-from zc.ranks.announcement import BOUNDARY
+from zc.engine.announcements import BOUNDARY
 from zc.ranks.process import LENGTH, Trail
 
 
