@@ -60,7 +60,7 @@ BOUNDARY = "finish the gradients of an update (optimizer.step, clipping, or read
 END = "end a backward"  # outside of no_sync
 # Five numbers: checksums of the text, of the journal, of which gradients the sums contain and of which parameters show
 # a .grad; and how often gradients were dropped. One byte: 2 for BOUNDARY, 1 for END, 0 for others. Behind it the totals
-# of zc.count (zc/engine/token_counts.py).
+# of zc.count (zc/engine/agreement.py).
 _HEAD = struct.Struct("<5IB")
 _WHAT, _PAST, _SUMS, _GRADS, _NUM_CLEARED = ((at, at + 4) for at in range(0, 20, 4))
 _IS_END = 20
