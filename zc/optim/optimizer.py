@@ -41,8 +41,8 @@ from zc.planning.layout import Rule, Slot
 from zc.planning.plan import Bucket
 
 if TYPE_CHECKING:
+    from zc.engine.features import Updater
     from zc.engine.runtime import Runtime
-    from zc.engine.updater import Updater
 
     MakeUpdater = Callable[["ShardedOptimizer"], Updater]
 
