@@ -10,7 +10,7 @@ import pytest
 
 from zc.diverged import command
 from zc.engine.announcements import BOUNDARY
-from zc.ranks.process import LENGTH, Trail
+from zc.ranks.journal import LENGTH, Trail
 
 
 def call(number: int, what: str, line: int, *, shared: bool = True, times: int = 1) -> list[Any]:
