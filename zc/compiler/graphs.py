@@ -344,6 +344,8 @@ class CompiledBackward(CompiledGraph):
         self.grad_of = _grad_of(self.graph, origin)
         self.written = [name for name in self.grad_of if name is not None]
         self.params += self.written
+        # by member: the names of its parameters whose gradients the graph makes -> the names in `written`
+        self._names: dict[str | None, dict[str, str]] = {}
         self._has_donated = any(node.meta.get("donated") for node in self.graph.nodes)
         self.get(self.traced_for, self._variant(frozenset(), keeps_graph=False))  # while Dynamo's context is open
 
@@ -377,7 +379,9 @@ class CompiledBackward(CompiledGraph):
             member = self.member_of(args)
             if member is None:
                 return self.get(None, self._variant(every, keeps_graph))
-        names = {self.name_in(member, name): name for name in self.written}
+        if member not in self._names:
+            self._names[member] = {self.name_in(member, name): name for name in self.written}
+        names = self._names[member]
         seen = torch_private.needed_by_autograd({name: runtime.params[name] for name in names})
         visible = frozenset(names[name] for name in seen | runtime.summed_by_autograd.intersection(names))
         variant = self._variant(visible, keeps_graph)
