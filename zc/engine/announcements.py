@@ -172,14 +172,13 @@ class Announcements(Agreement):
                 ended = self._announce_end(self._flags(unreduced=unreduced), is_boundary=proposal.is_boundary)
                 flags, is_complete = ended.flags(), proposal.is_boundary and ended.is_same()
                 if ended.is_same():
-                    _, reduced, _ = self._split(flags)
+                    reduced, _ = self._split(flags)
                 if reduced:
                     self._add_to_sums(ended)
                     in_sums = {*in_sums, *reduced}
-        if is_complete:
-            self._add_complete(flags)
-        else:
-            self._add_grads(flags)
+        if is_complete:  # all ranks have the same flags, and the sums hold the gradients that they name
+            self._reduced = self._grads_in(flags)
+        self._add_grads(flags)
         for bucket in in_sums:  # inside no_sync another rank's are there, too, and not known here
             pairs = zip(self._reduced[bucket], self.has_grad[bucket], strict=True)
             self._reduced[bucket] = [before or has_grad for before, has_grad in pairs]
@@ -240,7 +239,7 @@ class Announcements(Agreement):
             raise_sums_differ(self._group, [sums for _, sums in sorted(self._in_sums.items())])
         self._group.record_agreement()
         flags = announcement.flags()
-        touched, buckets, is_by_grad = self._split(flags)
+        buckets, is_by_grad = self._split(flags)
         if is_by_grad and not announcement.shows_same_grads():  # on all ranks, and nothing has changed
             raise ZcError(param_checks.grads_differ(self.plan, own_grads, self._grads_in(flags)))
         if is_last:
@@ -250,9 +249,8 @@ class Announcements(Agreement):
         self._last_boundary = announcement.number
         if buckets:
             self._add_to_sums(announcement)
-        self.has_grad = self._no_grads()  # the ranks' flags are complete here
-        self._add_complete(flags)
-        self._accs.set_touched(touched)
+        # the flags are those of all ranks here
+        self.has_grad, self._reduced, self._accs.touched = (self._grads_in(flags) for _ in range(3))
         return buckets, is_alone
 
     def pop_waits(self) -> Waits:
@@ -294,15 +292,11 @@ class Announcements(Agreement):
             flags[len(touched) + bucket] = 1
         return flags
 
-    def _split(self, flags: Sequence[int]) -> tuple[Sequence[int], list[int], bool]:
-        """The parts of `_flags`; the buckets by number."""
+    def _split(self, flags: Sequence[int]) -> tuple[list[int], bool]:
+        """What `_flags` has behind the parameters: the buckets that some rank still has to reduce, by number, and
+        whether a ``param.grad`` was read. (`_grads_in` has the parameters.)"""
         start = -1 - len(self.plan.buckets)
-        return flags[:start], [k for k, flag in enumerate(flags[start:-1]) if flag], bool(flags[-1])
-
-    def _add_complete(self, flags: Sequence[int]) -> None:
-        """All ranks have the same ``flags``, and the sums hold the gradients that they name."""
-        self._reduced = self._grads_in(flags)
-        self._add_grads(flags)
+        return [k for k, flag in enumerate(flags[start:-1]) if flag], bool(flags[-1])
 
     def _add_to_sums(self, announcement: Announcement) -> None:
         """What this announcement reduced is in the sums."""

@@ -164,7 +164,6 @@ class Runtime(Core):
                 self._notice_changes()
             self.listener.gradients_change()
             self.backwards.begin(self._end_backward)
-        self._count_backward(program)
         self._announce(program)
 
     def count_tokens(self, number: float) -> None:
@@ -174,23 +173,20 @@ class Runtime(Core):
             self._notice_changes()
         self.agreement.token_counts.count(number)
 
-    def _count_backward(self, program: Program | None) -> None:
-        """Counts each outermost backward that brings a gradient, for `zc.count`."""
-        counts = self.agreement.token_counts
-        if counts.is_in_backward or (program is not None and not program.gradients):
-            return
-        if not self.backwards.defer_to_outer(weakly(self.begin_backward)):
-            counts.begin_backward()
-
     def _announce(self, program: Program | None) -> None:
-        """Announces a backward with its first gradient. A ``program`` that brings none announces nothing: autograd has
-        to see all of its gradients, or this is torch.autograd.grad, in which other ranks may run no graph at all."""
-        if self.plan.num_ranks == 1 or not self.current_plan.reduces or self.agreement.has_proposal:
-            return
-        if program is not None and not program.gradients:
+        """Announces an outermost backward with its first gradient, and counts it, for `zc.count`. A ``program`` that
+        brings none announces nothing: autograd has to see all of its gradients, or this is torch.autograd.grad, in
+        which other ranks may run no graph at all."""
+        counts = self.agreement.token_counts
+        is_told = self.plan.num_ranks == 1 or not self.current_plan.reduces or self.agreement.has_proposal
+        if (is_told and counts.is_in_backward) or (program is not None and not program.gradients):
             return
         # An outer backward announces an inner one: on other ranks it may have brought something before the inner one.
         if self.backwards.defer_to_outer(weakly(self.begin_backward)):
+            return
+        if not counts.is_in_backward:
+            counts.begin_backward()
+        if is_told:
             return
         if program is None:
             self.agreement.begin("hooks", None, frozenset(), is_boundary=self.is_boundary)
