@@ -316,16 +316,16 @@ class Runtime(Core):
         self.streams.clock.phase("update")
         self.weights.synchronize()
         self.check_names()
-        with torch_private.without_torch_function():
-            param_checks.check(self.params, self.frozen, self.sharded_grads, self.listener.is_value)
         drop_failed()
-        self._notice_changes()
+        self._notice_changes(is_boundary=True)
         if self._phase is Phase.FINAL or (by_grad and self.is_finished):
             return
+        had_grad = self.agreement.has_grad
         is_alone = self._meet_ranks(by_grad=by_grad, is_last=True)
         self._divide_by_tokens()
         self._phase = Phase.READ if is_alone else Phase.FINAL
-        self.listener.gradients_ready()  # a rank without a backward has gradients now, too, and may drop them
+        # a rank without a backward may have gradients now, too, and may drop them
+        self.listener.gradients_ready(are_shown=self.agreement.has_grad == had_grad)
 
     def settle(self) -> None:
         """All ranks are about to read or write weights together, between two backwards: waits for those that have more
@@ -398,12 +398,17 @@ class Runtime(Core):
             else:
                 self.deposits.reduce(self.plan, index, may_reduce=self.agreement.agreed)
 
-    def _notice_changes(self) -> None:
+    def _notice_changes(self, *, is_boundary: bool = False) -> None:
         """Drops gradients that the caller has dropped in a way that does not call zc: ``param.grad = None``, the stock
         model.zero_grad(), the zero_grad of the optimizer's class. Takes over sharded values that were assigned to
-        ``param.grad``. Raises ZcError if some of the others may hold a part of a backward that raised."""
+        ``param.grad``; at a boundary refuses what else was (`param_checks.check`). Raises ZcError if some of the others
+        may hold a part of a backward that raised."""
         flags = self.agreement.has_grad
         cleared, assigned = self._changes()
+        if is_boundary:
+            names = [self.plan.buckets[bucket].slots[slot].name for bucket, slot in assigned]
+            with torch_private.without_torch_function():
+                param_checks.check({name: self.params[name] for name in names}, self.frozen, self.listener.is_value)
         num_others = sum(map(sum, flags)) - len(cleared) + sum(not flags[bucket][slot] for bucket, slot in assigned)
         has_failed = self._phase is Phase.FAILED
         if num_others == 0 and (cleared or has_failed):

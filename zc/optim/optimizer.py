@@ -19,6 +19,7 @@ import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from operator import is_
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -196,7 +197,7 @@ class ShardedOptimizer:
         for k, group in enumerate(groups):
             given, slices = self._lists[k]
             params = group["params"]
-            if len(given) != len(params) or any(a is not b for a, b in zip(given, params, strict=True)):
+            if len(given) != len(params) or not all(map(is_, given, params)):
                 slices = [own for own in map(self._own_of, params) if own is not None]
                 self._lists[k] = list(params), slices
             own[k].clear()
