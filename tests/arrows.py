@@ -41,7 +41,7 @@ WINGS = {
     "levels": "zc.ranks.levels", "replicas": "zc.ranks.replicas",
     "wire": "zc.planning.wire zc.ranks.encoded",
     "watch": "zc.ranks.watch",
-    "agree": "zc.engine.announcements zc.ranks.announcement",
+    "agree": "zc.engine.announcements",
     "owners": "zc.planning.ownership zc.engine.owners",
     "offload": "zc.offload zc.passes.offload_gradients",
     "blocks": "zc.planning.blocks zc.compiler.blocks zc.schedule.rebase",

@@ -24,10 +24,10 @@ from zc.config import OPTIONS, check_count
 from zc.diverged import files
 from zc.engine.buffer_sync import BufferSync, has_buffers
 from zc.engine.buffers import Buffers
+from zc.engine.features import Updater
 from zc.engine.param_checks import Unset
 from zc.engine.runtime import Runtime
 from zc.engine.streams import make_streams
-from zc.engine.updater import Updater
 from zc.errors import ZcError
 from zc.features import RANKS, features_of
 from zc.fill import broadcast_rest, fill, restore, snapshot

@@ -114,9 +114,10 @@ def version(param: torch.Tensor) -> int:
     return int(param._version)
 
 
-def num_accumulate_hooks(param: torch.nn.Parameter) -> int:
-    """Post-accumulate-grad hooks on a parameter. (``Tensor._post_accumulate_grad_hooks``, since 2.1.)"""
-    return len(getattr(param, "_post_accumulate_grad_hooks", None) or ())
+def num_accumulate_hooks(params: Iterable[torch.nn.Parameter]) -> list[int]:
+    """Post-accumulate-grad hooks on each parameter: one call for all, since each backward asks.
+    (``Tensor._post_accumulate_grad_hooks``, since 2.1.)"""
+    return [len(getattr(param, "_post_accumulate_grad_hooks", None) or ()) for param in params]
 
 
 class _Edges(torch.autograd.function._SingleLevelFunction):

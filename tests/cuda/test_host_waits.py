@@ -11,9 +11,9 @@ from harness import run_cases
 from torch import nn
 
 import zc
+from zc.engine.announcements import Announcement
 from zc.engine.operations import Operations
 from zc.optim.sharded_value import Reduction
-from zc.ranks.announcement import Announcement
 
 
 def _loop(rank: int, world_size: int, stage: int, backend: str, num_backwards: int) -> tuple[list[str], list[str], str]:

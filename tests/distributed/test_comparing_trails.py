@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from zc.diverged import command
-from zc.ranks.announcement import BOUNDARY
-from zc.ranks.process import LENGTH, Trail
+from zc.engine.announcements import BOUNDARY
+from zc.ranks.journal import LENGTH, Trail
 
 
 def call(number: int, what: str, line: int, *, shared: bool = True, times: int = 1) -> list[Any]:

@@ -111,3 +111,19 @@ def test_named_parameters_are_added_and_a_set_is_refused() -> None:
     for moved, (kind, text) in run_ranks(_added, 2):
         assert all(distance > 0 for distance in moved), moved
         assert kind == "TypeError" and "set" in text
+
+
+def _shown(rank: int, world_size: int) -> list[list[bool]]:
+    """Which parameters show a ``.grad``: of a backward on rank 1 alone, before and after the update's boundary."""
+    model = nn.Linear(3, 2)
+    zc.compile(model, torch.optim.SGD(model.parameters(), lr=0.1), backend="eager")
+    if rank == 1:
+        with zc.no_sync(model):
+            model(torch.ones(2, 3)).sum().backward()
+    before = [param.grad is not None for param in model.parameters()]
+    zc.clip_grad_norm_(model, 1.0)
+    return [before, [param.grad is not None for param in model.parameters()]]
+
+
+def test_the_boundary_shows_the_gradients_of_other_ranks() -> None:
+    assert run_ranks(_shown, 2) == [[[False] * 2, [True] * 2], [[True] * 2, [True] * 2]]

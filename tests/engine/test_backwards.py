@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import zc
 from zc import torch_private
-from zc.engine.backwards import Backwards, drop_failed
+from zc.engine.runtime import Backwards, drop_failed
 
 
 class _Calls(torch.autograd.Function):

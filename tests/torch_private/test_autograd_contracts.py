@@ -161,11 +161,11 @@ def test_version() -> None:
 @contract("num_accumulate_hooks", "Tensor._post_accumulate_grad_hooks")
 def test_accumulate_hooks() -> None:
     param = nn.Parameter(torch.ones(2))
-    assert torch_private.num_accumulate_hooks(param) == 0
+    assert torch_private.num_accumulate_hooks([param]) == [0]
     handle = param.register_post_accumulate_grad_hook(lambda _: None)
-    assert torch_private.num_accumulate_hooks(param) == 1
+    assert torch_private.num_accumulate_hooks([param]) == [1]
     handle.remove()
-    assert torch_private.num_accumulate_hooks(param) == 0
+    assert torch_private.num_accumulate_hooks([param]) == [0]
 
 
 @contract("needed_by_autograd", "torch._C._will_engine_execute_node, Tensor._backward_hooks or Function.apply's nodes")

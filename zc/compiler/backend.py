@@ -103,7 +103,7 @@ def _compile(origin: Origin, traced: Traced) -> Any:
     runtime = origin.runtime
     traced = _without_cuda_graphs(runtime, traced)
     if traced.is_backward:
-        return _compile_backward(origin, traced)
+        return torch_private.boxed(CompiledBackward(origin, traced))
     if not traced.is_inference:
         traced = keep_from_writes(traced)
     if origin.block is not None and not traced.is_inference and not _saves_own_params(origin, traced):
@@ -114,30 +114,6 @@ def _compile(origin: Origin, traced: Traced) -> Any:
     if runtime.plan.overlap_gather:
         return _compile_after_gathers(origin, traced)
     return _compile_whole(origin, traced)
-
-
-def _compile_backward(origin: Origin, traced: Traced) -> Any:
-    runtime, backward = origin.runtime, CompiledBackward(origin, traced)
-
-    def run(args: list[Any]) -> tuple[Any, ...]:
-        try:
-            program = backward.program(args)
-        except ReferenceError:
-            raise ZcError(
-                "backward() through a model that is gone: keep the model or its optimizer until the last backward"
-            ) from None
-        if torch_private.keeps_graph():
-            torch_private.before_double_backward(_refuse_double_backward)
-        return runtime.run_program(program, args)
-
-    return torch_private.boxed(run)
-
-
-def _refuse_double_backward() -> None:
-    raise ZcError(
-        "the backward of this model is differentiated (create_graph=True: a gradient penalty, forces, MAML), and "
-        'torch.compile makes no graph for that: zc.compile(..., backend="eager") trains it'
-    )
 
 
 def _without_cuda_graphs(runtime: Runtime, traced: Traced) -> Traced:
@@ -166,18 +142,6 @@ def _compile_whole(origin: Origin, traced: Traced) -> Any:
     return torch_private.compile_inner(gm, inputs, runtime.inductor_options, **traced.kwargs)
 
 
-def _compile_as_schedule(origin: Origin, traced: Traced) -> Any:
-    runtime, forward = origin.runtime, CompiledForward(origin, traced)
-
-    def run(args: list[Any]) -> tuple[Any, ...]:
-        program = forward.program(args)
-        outputs = program(args, runtime.streams)
-        runtime.weights.note_forward(program)
-        return outputs
-
-    return torch_private.boxed(run)
-
-
 def _compile_after_gathers(origin: Origin, traced: Traced) -> Any:
     """A forward graph under overlap_gather. That of a model without blocks is a schedule that waits for each bucket
     where it first reads it. Any other one is as without overlap_gather: what it reads is there before it starts."""
@@ -185,7 +149,7 @@ def _compile_after_gathers(origin: Origin, traced: Traced) -> Any:
     if not runtime.plan.kinds:
         why = _why_whole(traced)
         if why is None:
-            return _compile_as_schedule(origin, traced)
+            return torch_private.boxed(CompiledForward(origin, traced))
         if not traced.is_inference:
             runtime.say_once(f"a forward graph waits for all gathers before it starts: {why}")
     elif origin.block is None:
@@ -214,7 +178,7 @@ def _compile_in_windows(origin: Origin, traced: Traced) -> Any:
                 f"zc.whole_parameters(model):`; or train without {plan.why_sharded}"
             )
     origin.returned[:] = [k for k in traced.returned if origin.names[k] in plan.sharded_names]
-    return _compile_as_schedule(origin, traced)
+    return torch_private.boxed(CompiledForward(origin, traced))
 
 
 def _with_returned_weights(origin: Origin, compiled: Callable[..., Any]) -> Callable[..., Any]:

@@ -34,8 +34,8 @@ class Blocks:
         self.kinds = tuple(kinds)
         self.positions = block_of(kinds)
         self._runtime = runtime
-        self._plan: Plan | None = None  # of `_names`
-        self._names: dict[int, str] = {}  # lasting storage of a parameter in a bucket -> its name
+        self._plan: Plan | None = None  # of `_members`
+        self._members: dict[int, str | None] = {}  # lasting storage of a parameter in a bucket -> its block
         self._split = functools.cache(partial(split_name, members=self.positions))
 
     def split(self, name: str | None) -> tuple[str, str] | None:
@@ -49,14 +49,18 @@ class Blocks:
         if self._plan is not runtime.plan:
             self._plan = runtime.plan
             lasting = runtime.weights.lasting_tensors()
-            self._names = {torch_private.storage_number(tensor): name for name, tensor in lasting}
+            self._members = {torch_private.storage_number(tensor): self._named(name) for name, tensor in lasting}
         passing = runtime.weights.names_by_storage()
         members = set()
         for param in params:
             number = torch_private.storage_number(param) if isinstance(param, Tensor) else 0
-            parts = self.split(passing.get(number, self._names.get(number)))
-            members.add(None if parts is None else parts[0])
+            members.add(self._named(passing[number]) if number in passing else self._members.get(number))
         return members.pop() if len(members) == 1 else None
+
+    def _named(self, name: str | None) -> str | None:
+        """The block of the parameter with this name; None: it is outside of blocks."""
+        parts = self.split(name)
+        return None if parts is None else parts[0]
 
     def num_after(self, member: str) -> int:
         """How many blocks of its kind come after ``member``, so that their backwards come before its own."""
@@ -65,7 +69,7 @@ class Blocks:
 
     def find_block(self, names: Sequence[str | None]) -> Block | None:
         """The block whose parameters are among ``names``; None: there are none, or of several blocks."""
-        members = {parts[0] for name in names if (parts := self.split(name)) is not None}
+        members = {member for name in names if (member := self._named(name)) is not None}
         return Block(self, members.pop()) if len(members) == 1 else None
 
 

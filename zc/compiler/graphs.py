@@ -113,7 +113,7 @@ class CompiledGraph(ABC):
     schedule knows.
 
     The runtime owns the programs, in `owned`, since Dynamo keeps this object. A *variant* is what the programs of one
-    member differ in.
+    member differ in. AOTAutograd calls this object, boxed (`torch_private.boxed`).
     """
 
     def __init__(self, origin: Origin, traced: Traced, weights: Collection[str]) -> None:
@@ -229,6 +229,13 @@ class CompiledForward(CompiledGraph):
         super().__init__(origin, traced, weights=plan.sharded_names or plan.slot_of())
         self.get(self.traced_for, None)  # while Dynamo's context is open
 
+    def __call__(self, args: list[Any]) -> tuple[Any, ...]:
+        """A forward of the model has come to this graph."""
+        program = self.program(args)
+        outputs = program(args, self.runtime.streams)
+        self.runtime.weights.note_forward(program)
+        return outputs
+
     def program(self, args: Sequence[Any]) -> Program:
         """The one for the block whose parameters are among ``args``."""
         if self.block is None:
@@ -337,8 +344,22 @@ class CompiledBackward(CompiledGraph):
         self.grad_of = _grad_of(self.graph, origin)
         self.written = [name for name in self.grad_of if name is not None]
         self.params += self.written
+        # by member: the names of its parameters whose gradients the graph makes -> the names in `written`
+        self._names: dict[str | None, dict[str, str]] = {}
         self._has_donated = any(node.meta.get("donated") for node in self.graph.nodes)
         self.get(self.traced_for, self._variant(frozenset(), keeps_graph=False))  # while Dynamo's context is open
+
+    def __call__(self, args: list[Any]) -> tuple[Any, ...]:
+        """A backward of autograd's has come to this graph."""
+        try:
+            program = self.program(args)
+        except ReferenceError:
+            raise ZcError(
+                "backward() through a model that is gone: keep the model or its optimizer until the last backward"
+            ) from None
+        if torch_private.keeps_graph():
+            torch_private.before_double_backward(_refuse_double_backward)
+        return self.runtime.run_program(program, args)
 
     def program(self, args: Sequence[Any]) -> Program:
         """The program for the backward that runs now.
@@ -358,7 +379,9 @@ class CompiledBackward(CompiledGraph):
             member = self.member_of(args)
             if member is None:
                 return self.get(None, self._variant(every, keeps_graph))
-        names = {self.name_in(member, name): name for name in self.written}
+        if member not in self._names:
+            self._names[member] = {self.name_in(member, name): name for name in self.written}
+        names = self._names[member]
         seen = torch_private.needed_by_autograd({name: runtime.params[name] for name in names})
         visible = frozenset(names[name] for name in seen | runtime.summed_by_autograd.intersection(names))
         variant = self._variant(visible, keeps_graph)
@@ -387,6 +410,13 @@ class CompiledBackward(CompiledGraph):
                 node.meta["donated"] = False
         plan = runtime.plan if variant.reduces else runtime.plan.microbatch()
         return self._run_passes(graph, plan, runtime.features.pipelines.backward)
+
+
+def _refuse_double_backward() -> None:
+    raise ZcError(
+        "the backward of this model is differentiated (create_graph=True: a gradient penalty, forces, MAML), and "
+        'torch.compile makes no graph for that: zc.compile(..., backend="eager") trains it'
+    )
 
 
 def _grad_of(graph: fx.Graph, origin: Origin) -> tuple[str | None, ...]:

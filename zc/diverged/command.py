@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from zc.diverged.files import Call, RankFile, read
+from zc.engine.announcements import BOUNDARY, END
 from zc.errors import ZcError, some
-from zc.ranks.announcement import BOUNDARY, END
 
 SAME, DIFFERENT, REFUSED = 0, 1, 2
 WIDTH = 46  # characters of a column

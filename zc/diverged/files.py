@@ -20,12 +20,11 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zc.errors import RankLostError, RankMismatchError, ZcError
-from zc.ranks.process import Entry, frame_of_program
+from zc.ranks.journal import Journal, TrailEntry, frame_of_program
 from zc.version import __version__
 
 if TYPE_CHECKING:
     from zc.engine.runtime import Runtime
-    from zc.ranks.journal import Journal
 
 FORMAT = "zc diverged 1"
 NUM_EXCHANGES = 20  # of the model, the last ones
@@ -43,7 +42,7 @@ class Line(NamedTuple):
 
 
 class Call(NamedTuple):
-    """See `zc.ranks.process.Entry`."""
+    """See `zc.ranks.journal.TrailEntry`."""
 
     number: int
     shared: bool
@@ -138,7 +137,7 @@ def content(runtime: Runtime, journal: Journal, error: BaseException) -> RankFil
     )
 
 
-def _call(entry: Entry, journal: Journal) -> Call:
+def _call(entry: TrailEntry, journal: Journal) -> Call:
     line = Line("", 0, "") if entry.code is None else Line(entry.code.co_filename, entry.line, entry.code.co_name)
     return Call(entry.number, entry.shared, entry.model, journal.words(entry.what), line, entry.times)
 

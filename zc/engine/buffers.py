@@ -61,11 +61,11 @@ from zc.log import log
 from zc.planning.allocations import Allocation, Lifetime, has_own_master, in_order, nbytes_of, of_bucket, shared
 from zc.planning.layout import Slot
 from zc.planning.plan import FIRST_FROZEN, Bucket, Plan
+from zc.ranks.routes import Routes, part_of
 from zc.schedule.buffer import Buffer
 
 if TYPE_CHECKING:
     from zc.ranks.group import Group
-    from zc.ranks.routes import Routes
     from zc.schedule.spec import Op
 
 
@@ -318,16 +318,16 @@ class Buffers:
             case Buffer("flat_param", index):
                 return self.owned(self.flat_param[index], bucket)
             case Buffer("staging", index):
-                return view(self._staging[index], self.plan.numel_on_host(bucket), bucket.acc_dtype)
+                return part_of(self._staging[index], self.plan.numel_on_host(bucket), bucket.acc_dtype)
             case Buffer("param", index):
-                return view(self._param[index], self.numel_owned(bucket), bucket.param_dtype)
+                return part_of(self._param[index], self.numel_owned(bucket), bucket.param_dtype)
             case Buffer("flat_grad", index):
-                return view(self.ring.flat_grad[index], bucket.numel, bucket.reduce_dtype)
+                return part_of(self.ring.flat_grad[index], bucket.numel, bucket.reduce_dtype)
         raise AssertionError(f"{name} has no tensor of its own")
 
     def staged_run(self, name: str, bucket: Bucket) -> Tensor:
         """``staging[i]`` as room for the whole parameters that this rank has updated (stage 3)."""
-        return view(self._staging[Buffer.named(name).index], self.numel_owned(bucket), bucket.param_dtype)
+        return part_of(self._staging[Buffer.named(name).index], self.numel_owned(bucket), bucket.param_dtype)
 
     def raw(self, name: str) -> Tensor:
         """The bytes of a buffer."""
@@ -348,11 +348,7 @@ class Buffers:
 
     def inner_sum(self, name: str, bucket: Bucket, hop: int) -> Tensor:
         """Where a hop of a reduction that is not the last one leaves its sum: at the start of this buffer."""
-        return view(self.raw(name), self.plan.hops[hop].numel_sum(bucket), bucket.net_dtype)
-
-    def sent(self, name: str, bucket: Bucket, hop: int) -> Tensor:
-        """What a hop of a reduction sends: this rank's gradients [P], or the sum of the hop before."""
-        return self.named(name, bucket) if hop == 0 else self.inner_sum(name, bucket, hop - 1)
+        return part_of(self.raw(name), self.plan.hops[hop].numel_sum(bucket), bucket.net_dtype)
 
     def nbytes(self) -> dict[str, int]:
         """Bytes on this rank while it has gradients, by kind, each storage once. What lives as long as the plan is
@@ -408,11 +404,6 @@ class Ring:
 def empty(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """All memory with undefined values comes from here: tests fill it with NaN."""
     return torch.empty(numel, dtype=dtype, device=device)
-
-
-def view(raw: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
-    """The first elements of ``raw``, which are bytes."""
-    return raw[: numel * dtype.itemsize].view(dtype)
 
 
 Function = Callable[..., Any]  # of an `Accumulators` and the arguments of a node
@@ -578,7 +569,3 @@ class Accumulators:
 
     def touched_flags(self) -> list[int]:
         return [int(flag) for flags in self.touched for flag in flags]
-
-    def set_touched(self, flags: Sequence[int]) -> None:
-        items = iter(flags)
-        self.touched = [list(map(bool, itertools.islice(items, len(bucket.slots)))) for bucket in self.plan.buckets]

@@ -39,8 +39,9 @@ class Listener:
     """What the runtime calls in the optimizers of its model (`zc.optim.model`), which it does not know. This one does
     nothing: a runtime has it until its optimizers register theirs."""
 
-    def gradients_ready(self) -> None:
-        """A backward has ended, or an update begins. `Agreement.has_grad` says which parameters have a gradient."""
+    def gradients_ready(self, *, are_shown: bool = False) -> None:
+        """A backward has ended, or an update begins. `Agreement.has_grad` says which parameters have a gradient.
+        ``are_shown``: each ``.grad`` is as it says already."""
 
     def gradients_cleared(self, optimizer: int | None) -> None:
         """One optimizer, by its number, has no gradient any more, or all have none: nobody may hold a view of one."""

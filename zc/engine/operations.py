@@ -140,11 +140,13 @@ def finish(accs: Accumulators, bucket: int, dst: str, src: str, hop: int = 0) ->
 
 
 def _sent(accs: Accumulators, bucket: int, src: str, hop: int) -> Tensor:
-    """What a hop sends: this rank's gradients, or the sum of the hop before."""
-    sent = accs.buffers.sent(src, accs.plan.buckets[bucket], hop)
-    if hop == 0:
-        accs.start_reduction(bucket, sent)
-    return sent
+    """What a hop sends: this rank's gradients [P], or the sum of the hop before."""
+    record = accs.plan.buckets[bucket]
+    if hop > 0:
+        return accs.buffers.inner_sum(src, record, hop - 1)
+    grads = accs.buffers.named(src, record)
+    accs.start_reduction(bucket, grads)
+    return grads
 
 
 def _sum_into(accs: Accumulators, bucket: int, dst: str, hop: int) -> Sum:

@@ -121,8 +121,8 @@ class Unset:
 
 def refuse_accumulate_hooks(params: Mapping[str, nn.Parameter]) -> None:
     """Raises ZcError for a post-accumulate-grad hook that is not ours."""
-    for name, param in params.items():
-        if torch_private.num_accumulate_hooks(param) > 1:  # one is ours
+    for name, count in zip(params, torch_private.num_accumulate_hooks(params.values()), strict=True):
+        if count > 1:  # one is ours
             raise ZcError(
                 f"{name} has a post-accumulate-grad hook: it would find no gradient, since zc has moved it to its "
                 "bucket. Use register_hook for this rank's gradient, or read param.grad after the backward"
@@ -130,15 +130,14 @@ def refuse_accumulate_hooks(params: Mapping[str, nn.Parameter]) -> None:
 
 
 def check(
-    params: Mapping[str, nn.Parameter],
+    assigned: Mapping[str, nn.Parameter],
     frozen: Mapping[str, nn.Parameter],
-    grads: Mapping[str, Tensor],
     is_value: Callable[[str, Tensor], bool],
 ) -> None:
-    """Raises UncoveredGradientError if a ``.grad`` is neither the one that zc has set nor a sharded value of this
-    parameter, and ZcError if a frozen parameter requires a gradient."""
-    for name, param in params.items():
-        if (grad := param.grad) is not None and grad is not grads.get(name) and not is_value(name, grad):
+    """Raises UncoveredGradientError if a ``.grad`` that zc has not set (``assigned``: by name, the parameters that have
+    one) is no sharded value of this parameter, and ZcError if a frozen parameter requires a gradient."""
+    for name, param in assigned.items():
+        if (grad := param.grad) is not None and not is_value(name, grad):
             raise UncoveredGradientError(
                 f"{name}.grad holds a full gradient that did not come through a backward of this model; zc trains "
                 "from its own shards. Don't assign such a param.grad by hand: param.grad.copy_(whole) writes a tensor "

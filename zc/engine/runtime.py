@@ -15,7 +15,10 @@ updates this rank's shard, then calls `after_update`.
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Sequence
+import itertools
+import time
+import weakref
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -24,7 +27,6 @@ from torch.utils.hooks import RemovableHandle
 
 from zc import torch_private
 from zc.engine import param_checks
-from zc.engine.backwards import Backwards, drop_failed
 from zc.engine.buffers import Acc, Buffers
 from zc.engine.core import AtBoundary, Core, Listener, weakly
 from zc.engine.deposits import Deposits
@@ -164,7 +166,6 @@ class Runtime(Core):
                 self._notice_changes()
             self.listener.gradients_change()
             self.backwards.begin(self._end_backward)
-        self._count_backward(program)
         self._announce(program)
 
     def count_tokens(self, number: float) -> None:
@@ -174,23 +175,20 @@ class Runtime(Core):
             self._notice_changes()
         self.agreement.token_counts.count(number)
 
-    def _count_backward(self, program: Program | None) -> None:
-        """Counts each outermost backward that brings a gradient, for `zc.count`."""
-        counts = self.agreement.token_counts
-        if counts.is_in_backward or (program is not None and not program.gradients):
-            return
-        if not self.backwards.defer_to_outer(weakly(self.begin_backward)):
-            counts.begin_backward()
-
     def _announce(self, program: Program | None) -> None:
-        """Announces a backward with its first gradient. A ``program`` that brings none announces nothing: autograd has
-        to see all of its gradients, or this is torch.autograd.grad, in which other ranks may run no graph at all."""
-        if self.plan.num_ranks == 1 or not self.current_plan.reduces or self.agreement.has_proposal:
-            return
-        if program is not None and not program.gradients:
+        """Announces an outermost backward with its first gradient, and counts it, for `zc.count`. A ``program`` that
+        brings none announces nothing: autograd has to see all of its gradients, or this is torch.autograd.grad, in
+        which other ranks may run no graph at all."""
+        counts = self.agreement.token_counts
+        is_told = self.plan.num_ranks == 1 or not self.current_plan.reduces or self.agreement.has_proposal
+        if (is_told and counts.is_in_backward) or (program is not None and not program.gradients):
             return
         # An outer backward announces an inner one: on other ranks it may have brought something before the inner one.
         if self.backwards.defer_to_outer(weakly(self.begin_backward)):
+            return
+        if not counts.is_in_backward:
+            counts.begin_backward()
+        if is_told:
             return
         if program is None:
             self.agreement.begin("hooks", None, frozenset(), is_boundary=self.is_boundary)
@@ -318,16 +316,16 @@ class Runtime(Core):
         self.streams.clock.phase("update")
         self.weights.synchronize()
         self.check_names()
-        with torch_private.without_torch_function():
-            param_checks.check(self.params, self.frozen, self.sharded_grads, self.listener.is_value)
         drop_failed()
-        self._notice_changes()
+        self._notice_changes(is_boundary=True)
         if self._phase is Phase.FINAL or (by_grad and self.is_finished):
             return
+        had_grad = self.agreement.has_grad
         is_alone = self._meet_ranks(by_grad=by_grad, is_last=True)
         self._divide_by_tokens()
         self._phase = Phase.READ if is_alone else Phase.FINAL
-        self.listener.gradients_ready()  # a rank without a backward has gradients now, too, and may drop them
+        # a rank without a backward may have gradients now, too, and may drop them
+        self.listener.gradients_ready(are_shown=self.agreement.has_grad == had_grad)
 
     def settle(self) -> None:
         """All ranks are about to read or write weights together, between two backwards: waits for those that have more
@@ -400,12 +398,17 @@ class Runtime(Core):
             else:
                 self.deposits.reduce(self.plan, index, may_reduce=self.agreement.agreed)
 
-    def _notice_changes(self) -> None:
+    def _notice_changes(self, *, is_boundary: bool = False) -> None:
         """Drops gradients that the caller has dropped in a way that does not call zc: ``param.grad = None``, the stock
         model.zero_grad(), the zero_grad of the optimizer's class. Takes over sharded values that were assigned to
-        ``param.grad``. Raises ZcError if some of the others may hold a part of a backward that raised."""
+        ``param.grad``; at a boundary refuses what else was (`param_checks.check`). Raises ZcError if some of the others
+        may hold a part of a backward that raised."""
         flags = self.agreement.has_grad
         cleared, assigned = self._changes()
+        if is_boundary:
+            names = [self.plan.buckets[bucket].slots[slot].name for bucket, slot in assigned]
+            with torch_private.without_torch_function():
+                param_checks.check({name: self.params[name] for name in names}, self.frozen, self.listener.is_value)
         num_others = sum(map(sum, flags)) - len(cleared) + sum(not flags[bucket][slot] for bucket, slot in assigned)
         has_failed = self._phase is Phase.FAILED
         if num_others == 0 and (cleared or has_failed):
@@ -549,3 +552,113 @@ class Runtime(Core):
                 handle: RemovableHandle = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
                 self.hooks.append(handle)
                 self._hook_of[slot.name] = handle
+
+
+_OF_ALL_MODELS: weakref.WeakValueDictionary[int, Backwards] = weakref.WeakValueDictionary()
+DROPPED_S = 5.0  # autograd's thread needs the GIL and some microseconds
+_NUMBERS = itertools.count()  # in the order of zc.compile, which is that of all ranks
+
+
+class Backwards:
+    """The backwards of autograd that run through one model.
+
+    A backward ends with autograd's final callback. Autograd owns the callback, and drops it if the backward raises. So
+    a weak reference to it tells whether the backward has raised; nothing else does. On a device a thread of autograd's
+    drops it, perhaps after the caller has caught the error: `drop_failed` waits for that. Backwards may be nested
+    (reentrant checkpointing): the outermost one ends last. No state is stored, each follows from the references::
+
+                     begin                    the outermost one ends
+        none runs ----------> some run ---------------------------------> none runs
+                                 |  one raises               forget_raised, clear
+                                 +---------------> has_raised -----------------> none runs
+
+    Only the thread that issues schedules changes it: autograd's during a backward, the caller's otherwise.
+    ``drop_failed`` drops the gradients of a backward that raised, and reduces what other ranks wait for.
+    ``drops_late``: autograd has threads of its own, as for a device.
+    """
+
+    def __init__(self, drop_failed: Callable[[], object], *, drops_late: bool = True) -> None:
+        self._drop_failed, self._drops_late = drop_failed, drops_late
+        _OF_ALL_MODELS[next(_NUMBERS)] = self
+        # by autograd's number of the backward; the thread of the watch reads a copy (`has_stopped`)
+        self._callbacks: dict[int, weakref.ref[Callable[[], None]]] = {}
+        self._survived: frozenset[int] = frozenset()  # by number: after these raised, the program has gone on
+        self._last_deferred: int | None = None  # the last backward that left its announcement to the one around it
+
+    @property
+    def is_any_open(self) -> bool:
+        """Whether one has begun here and not ended, or raised and not been forgotten."""
+        return bool(self._callbacks)
+
+    def has_begun(self) -> bool:
+        """Whether the backward that runs in this thread has begun here."""
+        callback = self._callbacks.get(torch_private.current_graph_task())
+        return callback is not None and callback() is not None
+
+    def begin(self, end: Callable[[], None]) -> None:
+        """The backward that runs in this thread begins. Calls ``end`` when the outermost one has ended."""
+        number = torch_private.current_graph_task()
+        callback = partial(self._end_one, number, end)
+        self._callbacks[number] = weakref.ref(callback)
+        torch_private.queue_callback(callback)
+
+    def _end_one(self, number: int, end: Callable[[], None]) -> None:
+        raised = self._callbacks.pop(number, None)
+        if self._callbacks:
+            return
+        try:
+            end()
+        except BaseException:  # out of memory in the last flush, say: autograd drops the callback, as after any raise
+            if raised is not None:
+                self._callbacks[number] = raised
+            raise
+
+    def await_drops(self) -> None:
+        """Outside of a backward, none can run: waits until autograd has dropped the callbacks of those that raised.
+        Returns at once where there are none. The limit is for a program that runs a backward in another thread."""
+        if not self._drops_late or not self._callbacks or torch_private.current_graph_task() != -1:
+            return
+        end = time.monotonic() + DROPPED_S
+        while any(callback() is not None for callback in self._callbacks.values()) and time.monotonic() < end:
+            time.sleep(0.0001)  # without the GIL
+
+    def has_raised(self) -> bool:
+        """Whether one has raised."""
+        return any(callback() is None for callback in list(self._callbacks.values()))
+
+    def has_stopped(self) -> bool:
+        """Whether one has raised, and the program has called nothing of zc since. The thread of the watch asks."""
+        callbacks, survived = list(self._callbacks.items()), self._survived
+        return any(callback() is None for number, callback in callbacks if number not in survived)
+
+    def go_on(self) -> None:
+        """The program compiles a forward, which may take longer than the others' patience. No backward runs."""
+        self._survived = frozenset(self._callbacks)
+
+    def forget_raised(self) -> None:
+        self._callbacks = {number: callback for number, callback in self._callbacks.items() if callback() is not None}
+
+    def clear(self) -> None:
+        self._callbacks.clear()
+
+    def defer_to_outer(self, callback: Callable[[], None]) -> bool:
+        """If the backward in this thread runs inside another one, calls ``callback`` in that one as soon as this one
+        has ended, and returns True. Calls it once per backward."""
+        number = torch_private.current_graph_task()
+        if number == self._last_deferred:
+            return True
+        outer = torch_private.outer_node()
+        if outer is None:
+            return False
+        self._last_deferred = number
+        torch_private.call_before_followers(outer, callback)
+        return True
+
+
+def drop_failed() -> None:
+    """Called before a backward and an update: drops the gradients of backwards that raised, in any model of this
+    process. A rank that had begun to reduce in such a model waits there for this one, and comes nowhere else."""
+    for backwards in list(_OF_ALL_MODELS.values()):
+        backwards.await_drops()
+        if backwards.has_raised():
+            backwards._drop_failed()

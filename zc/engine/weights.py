@@ -234,15 +234,15 @@ class Weights(Part):
         if not buckets:
             return
         filled = (plan.buckets[index] for index in buckets)
-        of_masters = [b for b in filled if b.has_master and (is_exact or not plan.encodes_gathers(b))]
+        of_masters = [b for b in filled if b.has_master and (is_exact or not b.sends_differences)]
         if of_masters:
             shards = [core.buffers.owned(core.buffers.flat_param[bucket.index], bucket) for bucket in of_masters]
             copy_all_(shards, [core.buffers.master_shard[bucket.index].detach() for bucket in of_masters])
         for bucket in of_masters:
             core.buffers.remember_shard(bucket)
         some = None if len(buckets) == len(plan.buckets) else frozenset(buckets)
-        is_encoded = plan.encodes_gathers(plan.buckets[0])  # all are alike
-        self._gather(is_exact=is_exact and is_encoded)([], core.streams, buckets=some)
+        differs = plan.buckets[0].sends_differences  # all are alike
+        self._gather(is_exact=is_exact and differs)([], core.streams, buckets=some)
 
     def published(self, buckets: Sequence[int]) -> None:
         """A schedule has written the weights of ``buckets``, unseen by autograd. So their versions increase, and a

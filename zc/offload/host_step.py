@@ -42,8 +42,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from zc.engine.buffers import Function
+from zc.engine.features import Updater
 from zc.engine.program import Program
-from zc.engine.updater import Updater
 from zc.machine import is_cuda, num_threads
 from zc.planning.plan import Plan
 from zc.planning.traits import TRAITS

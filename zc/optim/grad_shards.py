@@ -178,7 +178,7 @@ class GradShards:
     def drop_norms(self, name: str | None = None) -> None:
         """To be called wherever a gradient changes: that of ``name``, or any."""
         self.forget_numbers()
-        for value in self._let_go([name] if name is not None else list(self._taken)):
+        for value in self.forget_taken([name] if name is not None else list(self._taken)):
             value.is_stale = True
 
     # --- values that are assigned to param.grad ---
@@ -186,7 +186,7 @@ class GradShards:
     def take(self, name: str, value: ShardedValue) -> Tensor:
         """[n]: what the accumulator is to hold of a parameter whose ``.grad`` is ``value``, which may still be used
         until the gradient changes. Handles of the gradient before are gone."""
-        self._let_go([name])
+        self.forget_taken([name])
         self.forget_numbers()
         local = value.local
         value.is_taken, self._taken[name] = True, weakref.ref(value)
@@ -198,11 +198,9 @@ class GradShards:
             copy.copy_(value.local)
         self.forget_numbers()
 
-    def forget_taken(self, names: Iterable[str]) -> None:
-        """These gradients were cleared: values that were assigned to them are values of their own again."""
-        self._let_go(names)
-
-    def _let_go(self, names: Iterable[str]) -> list[ShardedValue]:
+    def forget_taken(self, names: Iterable[str]) -> list[ShardedValue]:
+        """These gradients change or were cleared: values that were assigned to them are values of their own again.
+        Returns those that somebody still has."""
         refs = [self._taken.pop(name, None) for name in names] if self._taken else []
         values = [value for ref in refs if ref is not None and (value := ref()) is not None]
         for value in values:

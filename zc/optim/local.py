@@ -74,11 +74,3 @@ def class_of(optimizer: Optimizer) -> type[Optimizer]:
     """The caller's class, also of a second object."""
     cls = type(optimizer)
     return cls.__bases__[0] if vars(cls).get("__setstate__") is _set_state else cls
-
-
-def take_options(local: Any, optimizer: Optimizer) -> None:
-    """Gives the caller's groups the options that a method of the class has set in the groups of ``local``."""
-    for own, group in zip(local.param_groups, optimizer.param_groups, strict=False):
-        for key, value in own.items():
-            if key != "params" and (key not in group or group[key] is not value):
-                group[key] = value

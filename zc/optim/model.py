@@ -72,9 +72,11 @@ class ShardedModel(Listener):
         """See `zc.flush_state`."""
         self.optimizers[0].updater.flush(self._writes.take_over)
 
-    def gradients_ready(self) -> None:
+    def gradients_ready(self, *, are_shown: bool = False) -> None:
         """Sets ``param.grad`` of every parameter with a gradient to its ShardedGrad."""
         self.grad_shards.forget_numbers()
+        if are_shown:
+            return
         self._writes.check_places()
         flags = self.runtime.agreement.has_grad
         params, grads = self.runtime.params, self.runtime.sharded_grads

@@ -19,6 +19,7 @@ import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from operator import is_
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +33,7 @@ from zc.errors import PlanError, ZcError
 from zc.optim.assignment import is_known
 from zc.optim.class_methods import candidates, mentions, on_slices
 from zc.optim.grad_shards import GradShards, ShardedGrad
-from zc.optim.local import REPLACED, second_object, take_options
+from zc.optim.local import REPLACED, second_object
 from zc.optim.param_writes import ParamWrites
 from zc.optim.sharded_value import ShardedValue
 from zc.optim.state_view import StateView
@@ -41,8 +42,8 @@ from zc.planning.layout import Rule, Slot
 from zc.planning.plan import Bucket
 
 if TYPE_CHECKING:
+    from zc.engine.features import Updater
     from zc.engine.runtime import Runtime
-    from zc.engine.updater import Updater
 
     MakeUpdater = Callable[["ShardedOptimizer"], Updater]
 
@@ -86,7 +87,7 @@ class ShardedOptimizer:
         """Registers the hooks, by which the caller's ``step()`` updates the slices."""
         had_state = bool(self.local.state)
         self.updater = make_updater(self)
-        take_options(self.local, self.optimizer)
+        self._take_options()
         if self.local.state and not had_state:  # of an earlier run's file
             self.state.note(self._names.values())
         self._remove_hooks = torch_private.surround_step(
@@ -196,7 +197,7 @@ class ShardedOptimizer:
         for k, group in enumerate(groups):
             given, slices = self._lists[k]
             params = group["params"]
-            if len(given) != len(params) or any(a is not b for a, b in zip(given, params, strict=True)):
+            if len(given) != len(params) or not all(map(is_, given, params)):
                 slices = [own for own in map(self._own_of, params) if own is not None]
                 self._lists[k] = list(params), slices
             own[k].clear()
@@ -222,8 +223,15 @@ class ShardedOptimizer:
         for own_slice in self.slices.values():
             own_slice.grad = None
         self.local.param_groups = self._groups
-        take_options(self.local, self.optimizer)
+        self._take_options()
         self.state.refresh()
+
+    def _take_options(self) -> None:
+        """Gives the caller's groups the options that a method of the class has set in its own view of them."""
+        for own, group in zip(self.local.param_groups, self.optimizer.param_groups, strict=False):
+            for key, value in own.items():
+                if key != "params" and (key not in group or group[key] is not value):
+                    group[key] = value
 
     def name_of(self, key: Any) -> str | None:
         """The name of a parameter that is in one of its buckets; None for any other key of a state."""
@@ -261,7 +269,7 @@ class ShardedOptimizer:
         self.look_at_groups()
         self.local.load_state_dict(state_dict)
         self.state.loaded(self._names.values())
-        take_options(self.local, self.optimizer)
+        self._take_options()
         self.local.param_groups = self._groups
         self.look_at_groups()
 

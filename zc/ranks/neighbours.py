@@ -61,8 +61,7 @@ class Offers:
         have read, so each may write its own again (docs/proof.md)."""
         self.signal_full(kind, bucket, tensor)
         yield self.await_full(kind, bucket)
-        self.signal_free(kind, bucket)
-        self.await_free(kind, bucket)
+        self.end(kind, bucket)
 
     def signal_full(self, kind: str, bucket: int, tensor: Tensor) -> None:
         """Lets the others on this host read ``tensor``: a part each if it is reduced, all of it if it is gathered."""
@@ -78,14 +77,11 @@ class Offers:
         Work((kind, bucket), step, journal=self.ranks.journal).wait()
         return places
 
-    def signal_free(self, kind: str, bucket: int) -> None:
-        """Signals that this rank has read the others' data."""
-        self.neighbours.signal_free(EXCHANGES.index(kind), bucket)
-
-    def await_free(self, kind: str, bucket: int) -> None:
-        """Returns once all others have read this rank's data."""
-        step = self.neighbours.await_free(EXCHANGES.index(kind), bucket)
-        Work((kind, bucket), step, journal=self.ranks.journal).wait()
+    def end(self, kind: str, bucket: int) -> None:
+        """Signals that this rank has read the others' data. Returns once all others have read this rank's."""
+        number = EXCHANGES.index(kind)
+        self.neighbours.signal_free(number, bucket)
+        Work((kind, bucket), self.neighbours.await_free(number, bucket), journal=self.ranks.journal).wait()
 
 
 class Memory(Route):
@@ -158,8 +154,7 @@ class Shards(Route):
         for index in buckets:
             self._places_of(index)  # also of ranks whose shards this one has not read
         self._places.clear()
-        self._offers.signal_free(GATHER, buckets[0])
-        self._offers.await_free(GATHER, buckets[0])
+        self._offers.end(GATHER, buckets[0])
         self._open.clear()
 
 

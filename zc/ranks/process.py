@@ -1,12 +1,8 @@
-"""The processes of the ranks: whether one on this host has ended, which collective this one is in, what its program has
-called last, and how its threads end.
+"""The processes of the ranks: whether one on this host has ended, which collective this one is in, and how its threads
+end.
 
 The connections of a process do not always show that it has ended: a child that it forked, such as a data loader's
 worker, keeps them open. The kernel knows.
-
-The trail has the last calls that the program has made into zc, each with the line of the program that made it.
-Exchanges run on other threads, in an order that ranks may choose. The trail has what the calling thread did: one entry
-for an announcement, a norm, a question to other ranks, an update. `zc.diverged` writes it when ranks differ.
 
 At its end zc's threads end before the interpreter does, and each wait for that is bounded. A thread that returns from
 C++ (a collective, a kernel, a call of the store) while the interpreter is torn down finds no GIL to take. Python before
@@ -27,18 +23,13 @@ import json
 import os
 import socket
 import sys
-import sysconfig
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from pathlib import Path
-from types import CodeType, FrameType
 from typing import Any, Protocol
 
-import torch
 import torch.distributed as dist
 
 from zc import torch_private
@@ -108,82 +99,6 @@ def _state(number: str) -> tuple[str, str]:
     """The third and the 22nd field of proc(5)'s stat."""
     fields = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
     return fields[0], fields[19]
-
-
-LENGTH = 200  # calls that are kept
-_LIBRARY = sysconfig.get_paths()["stdlib"] + os.sep
-_PACKAGES = tuple(_LIBRARY + name + os.sep for name in ("site-packages", "dist-packages"))
-_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep, os.path.dirname(torch.__file__) + os.sep
-_TYPED = ("<stdin>", "<string>", "<ipython")  # a program that lies in no file
-_is_programs: dict[str, bool] = {}  # by the name of a code object's file
-
-
-@dataclass
-class Entry:
-    """``number``: that of the next call in which all ranks take part, or this call's own. ``shared``: it is one."""
-
-    number: int
-    shared: bool
-    model: str  # the name of its journal
-    what: str | tuple[str, int]  # as in the journal, which has words for it
-    code: CodeType | None  # of the program; None: no line of it was on the stack
-    line: int
-    times: int = 1
-
-
-class Trail:
-    """The trail of one process. Only the thread that calls zc adds to it; the watch's copies it."""
-
-    def __init__(self) -> None:
-        self.entries: deque[Entry] = deque(maxlen=LENGTH)
-        self.num_shared = 0  # calls so far in which all ranks take part
-        self.agreed = 0  # how many of them had been when all ranks last agreed on an update
-
-    def add(self, model: str, what: str | tuple[str, int], *, shared: bool) -> None:
-        """``shared``: all ranks make this call, so its number is the same on all of them. Others, of which ranks may
-        make different ones, count as one while the same line repeats them."""
-        frame = frame_of_program(sys._getframe(2))
-        code, line = (None, 0) if frame is None else (frame.f_code, frame.f_lineno)
-        if shared:
-            self.num_shared += 1
-        elif self.entries:
-            last = self.entries[-1]
-            if (last.what, last.line, last.code, last.model) == (what, line, code, model):
-                last.times += 1
-                return
-        self.entries.append(Entry(self.num_shared + (not shared), shared, model, what, code, line))
-
-    def agree(self) -> None:
-        """All ranks have made the same calls so far."""
-        self.agreed = self.num_shared
-
-
-def frame_of_program(frame: FrameType | None) -> FrameType | None:
-    """The innermost frame, from ``frame`` outwards, that is neither zc's nor torch's nor the standard library's.
-    Autograd's own thread has none, so there it is the main thread's."""
-    found = _innermost(frame)
-    if found is None and threading.current_thread() is not threading.main_thread():
-        found = _innermost(sys._current_frames().get(threading.main_thread().ident or 0))
-    return found
-
-
-def _innermost(frame: FrameType | None) -> FrameType | None:
-    while frame is not None:
-        name = frame.f_code.co_filename
-        is_programs = _is_programs.get(name)
-        if is_programs is None:
-            is_programs = _is_programs[name] = is_of_program(name)
-        if is_programs:
-            return frame
-        frame = frame.f_back
-    return None
-
-
-def is_of_program(file: str) -> bool:
-    """Whether this file belongs to the program, or to a library that it uses beside torch."""
-    if file.startswith("<"):
-        return file.startswith(_TYPED)
-    return not file.startswith(_OURS) and (not file.startswith(_LIBRARY) or file.startswith(_PACKAGES))
 
 
 CUT_S = 5.0  # how long all threads together may take to end after their groups are cut

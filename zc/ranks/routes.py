@@ -106,7 +106,7 @@ class Routes:
     def __init__(self, plan: Plan, group: Group, tables: list[Tensor], makers: Mapping[Way, MakeRoute] = {}) -> None:
         self.plan, self.group, self.tables, self._makers = plan, group, tables, makers
         self._made: dict[Hop, Route] = {}
-        self._to_gather: dict[tuple[bool, bool], tuple[Hop, ...]] = {}  # by what decides it: all buckets are alike
+        self._to_gather: dict[tuple[int, bool], tuple[Hop, ...]] = {}  # by bucket, and whether exactly
         # of weights that a rank gathers when it likes: made here, since two threads use it
         self.shards = self._of(Hop(Way.SHARDS, Level.ALL, plan.world_size)) if self.gathers_alone else Route()
 
@@ -123,10 +123,10 @@ class Routes:
         self, bucket: Bucket, whole: Tensor, shard: Tensor, scratch: Tensor | None = None, base: Tensor | None = None
     ) -> None:
         """``whole`` [P] <- the weights of a bucket, hop by hop; without ``scratch`` exactly. Else as `Route.gather`."""
-        in_shards, is_exact = self.plan.is_sharded(bucket), scratch is None
-        if (in_shards, is_exact) not in self._to_gather:
-            self._to_gather[in_shards, is_exact] = hops_to_gather(self.plan, bucket, is_exact=is_exact)
-        hops = self._to_gather[in_shards, is_exact]
+        key = bucket.index, scratch is None
+        if key not in self._to_gather:
+            self._to_gather[key] = hops_to_gather(self.plan, bucket, is_exact=scratch is None)
+        hops = self._to_gather[key]
         for hop in hops:
             part = whole if hop is hops[-1] else whole[slice(*bucket.layout.host_range(self.group.shard.rank))]
             self._of(hop).gather(bucket, part, shard, scratch, base)

@@ -45,8 +45,8 @@ from zc import torch_private
 from zc.errors import RankLostError, RankMismatchError, ZcError
 from zc.log import log
 from zc.ranks import process
-from zc.ranks.journal import STANDS_S, TICK_S, Journal, Record, Wait
-from zc.ranks.process import Store, Trail, collective_of_the_caller, has_ended, publish_process
+from zc.ranks.journal import STANDS_S, TICK_S, Journal, Record, Trail, Wait
+from zc.ranks.process import Store, collective_of_the_caller, has_ended, publish_process
 
 IDLE_S = 3.0  # others wait and this rank does not: then it collects garbage, and after twice as long again
 LOST_CONNECTION_S = 6.0  # patience with a silent rank that has ended, or after the network has reported an error
