@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +15,9 @@ from training_runs import weights
 
 import zc
 from zc.engine.runtime import Runtime
+from zc.kernels import reduce_rows
+from zc.ranks import routes
+from zc.registry import sharded
 
 
 def fail(_: Tensor) -> None:
@@ -74,6 +80,54 @@ def _with_a_default_device(rank: int, world_size: int) -> dict[str, Tensor]:
     finally:
         torch.set_default_device(None)
     return weights(model)
+
+
+def _fail_in_the_last_sum(overlap: bool, heard: str) -> list[str]:
+    """What raised, in turn, in a loop that catches everything and goes on; at its end how many parameters a healthy
+    update changes."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    zc.compile(model, optimizer, backend="eager", bucket_nbytes=300, overlap=overlap)
+    before, said, num_sums, sums = weights(model), list[str](), len(sharded(model).runtime.plan.buckets), list[int]()
+
+    def out_of_memory(*args: Any, **options: Any) -> None:
+        sums.append(1)
+        if len(sums) == num_sums:
+            time.sleep(0.1)  # the backward has ended by then
+            raise MemoryError("in the last sum")
+        reduce_rows(*args, **options)
+
+    actions: list[Callable[[], object]] = [
+        lambda: model(torch.ones(2, 8)).square().sum().backward(),
+        *([lambda: zc.state_dict(model, optimizer)] if heard == "in a save" else []),
+        optimizer.step,
+        optimizer.step,
+    ]
+    with mock.patch.object(routes, "reduce_rows", out_of_memory):
+        for act in actions:
+            try:
+                act()
+            except (MemoryError, zc.ZcError) as error:
+                said.append(f"{type(error).__name__}: {error}")
+    assert all(torch.equal(now, before[name]) for name, now in weights(model).items()), "an update without all sums"
+    optimizer.zero_grad()
+    model(torch.ones(2, 8)).square().sum().backward()
+    optimizer.step()
+    said.append(str(sum(not torch.equal(now, before[name]) for name, now in weights(model).items())))
+    return said
+
+
+@pytest.mark.parametrize("heard", ["in step()", "in a save"])
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_reduction_that_raised_is_no_part_of_an_update(overlap: bool, heard: str) -> None:
+    """Who caught the error and called step() again updated from memory that nothing had written."""
+    said = _fail_in_the_last_sum(overlap, heard)
+    assert said[0] == "MemoryError: in the last sum"
+    if overlap:  # otherwise the backward itself has raised
+        assert len(said) == 4 if heard == "in a save" else 3
+        assert all("call optimizer.zero_grad() before you go on" in text for text in said[1:-1]), said
+    assert said[-1] == "4"
 
 
 def test_exchanges_between_hosts_ignore_the_default_device() -> None:

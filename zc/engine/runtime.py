@@ -52,7 +52,7 @@ class Phase(enum.Enum):
         IDLE -----------------> OPEN ------------------> READ or FINAL
          ^                     |    ^  a gradient comes    |     |
          |                     |    +----------------------+     |
-         |   a backward raises |    |                            |
+         |    something raises |    |                            |
          |                     v    | zero_grad                  |
          |                     FAILED                            |
          +------- an update, zero_grad, param.grad.zero_() ------+
@@ -60,7 +60,7 @@ class Phase(enum.Enum):
 
     IDLE = "no gradient has come since all streams that carry gradients were joined"
     OPEN = "gradients come, and may be on their way"
-    FAILED = "a backward has raised, and the accumulators may hold some of it"
+    FAILED = "a backward or a reduction has raised, and the accumulators may hold some of it"
     READ = "as FINAL, and no rank had a backward before: one that has its first now expects the others at the update"
     FINAL = "the gradients are finished, and none has come since"
 
@@ -99,6 +99,8 @@ class Runtime(Core):
         self.hooks: list[RemovableHandle] = []  # on parameters
         self._hook_of: dict[str, RemovableHandle] = {}  # the same by name
         self._phase = Phase.IDLE
+        if isinstance(self.streams, ThreadStreams):
+            self.streams.on_error = weakly(self._note_failure)
         # parameters with a gradient that came after their bucket was reduced (tied weights in two graphs): from the
         # next backward on, graphs leave their gradients to autograd, which sums them
         self.summed_by_autograd: set[str] = set()
@@ -284,6 +286,12 @@ class Runtime(Core):
             self.streams.join_main()  # each reduction that was issued has begun, and is counted
             self._reduce(self.agreement.cut_short(), is_boundary=self.is_boundary)
 
+    def _note_failure(self) -> None:
+        """A reduction or a copy of gradients has raised, and left out what came after it. Whoever catches the error
+        may not update from what there is."""
+        if self._phase is not Phase.IDLE:
+            self._phase = Phase.FAILED
+
     def _flush(self, buckets: Sequence[int], *, reduce: bool) -> None:
         """Writes the deposits of these buckets, which are complete or at the end of their backward."""
         may_reduce = self.agreement.permission(buckets) if reduce else None
@@ -385,8 +393,12 @@ class Runtime(Core):
         partial_sums = {bucket for bucket, state in enumerate(self.accumulators.state) if state is Acc.PARTIAL}
         unreduced = partial_sums | self.deposits.buckets
         buckets, is_alone = self.agreement.boundary(unreduced, by_grad=by_grad, is_last=is_last)
-        self._reduce(buckets, is_boundary=True)
-        self.streams.join_main()
+        try:
+            self._reduce(buckets, is_boundary=True)
+            self.streams.join_main()
+        except Exception:
+            self._note_failure()
+            raise
         return is_alone
 
     def _reduce(self, buckets: Sequence[int], *, is_boundary: bool) -> None:
@@ -416,8 +428,8 @@ class Runtime(Core):
             return
         if has_failed:
             raise ZcError(
-                f"a backward raised, and {num_others} parameter(s) still have the gradients of backwards before it, to "
-                "which it may have added: call optimizer.zero_grad() before you go on"
+                f"a backward or a reduction raised, and {num_others} parameter(s) still have gradients, to which it "
+                "may have added a part: call optimizer.zero_grad() before you go on"
             )
         if cleared:
             self.drop(cleared, set_to_none=True)

@@ -162,6 +162,7 @@ class ThreadStreams:
         self._lanes = _Lanes()
         self._fences: dict[str, tuple[str, _Fence]] = {}  # event -> stream and latest record
         self.wait_for: Callable[[threading.Event], object] = threading.Event.wait  # how the main stream waits
+        self.on_error: Callable[[], object] = lambda: None  # called before the error of a lane is raised
 
     def run_on(self, stream: str, task: Task) -> None:
         if stream in self._delays:
@@ -230,6 +231,7 @@ class ThreadStreams:
         error = lane.error
         if error is not None:
             lane.error = None
+            self.on_error()
             raise error
 
 
