@@ -120,5 +120,17 @@ def test_what_differs_in_size_is_no_read() -> None:
     assert there.await_full(0, 0, places)(None)
     with pytest.raises(RuntimeError, match="rank 0 offers 24 bytes, and rank 1 expects 16"):
         there.read(taken, 0, places[0])
+    there.name_ranks([4, 7], None)  # the second row of a mesh: errors name ranks as the program numbers them
+    with pytest.raises(RuntimeError, match="rank 4 offers 24 bytes, and rank 7 expects 16"):
+        there.read(taken, 0, places[0])
+    there._pids = {0: 4194304}
+    with pytest.raises(RuntimeError, match="memory of rank 4 can't be read by rank 7"):
+        there.read(sent, 0, places[0])
+    here.links.send(1, 9, b"abc")
+    with pytest.raises(RuntimeError, match="rank 4 sent 3 bytes where 4 were expected"):
+        there.links.receive(0, 9, 4, 15)
+    one.close()
+    with pytest.raises(RuntimeError, match="rank 4 has closed its connection"):
+        there.links.receive(0, 9, 4, 15)
     with pytest.raises(OSError, match="process 4194304 can't be read"):
         reader.read(taken, 4194304, sent.data_ptr())

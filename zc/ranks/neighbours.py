@@ -192,12 +192,13 @@ class Neighbours:
         self._num_rows = 0  # the calling thread's
         self._sent, self._awaited = Counter[int](), Counter[int]()  # signals by key; each key has one thread at a time
         self.journal: Journal | None = None
-        self.numbers: Sequence[int] = range(self.ranks[-1] + 1)
+        self.numbers: Sequence[int] = range(self.ranks[-1] + 1)  # by which errors and waits name them
 
     def name_ranks(self, numbers: Sequence[int], journal: Journal | None) -> None:
         """Called before the first exchange. ``numbers``: of the group's ranks, in the default group. ``journal``: what
         it says of lost ranks ends every wait."""
-        self.numbers, self.journal = numbers, journal
+        self.numbers = self.links.numbers = numbers
+        self.journal = journal
         if journal is not None:
             self.links.failure = journal.verdict
 
@@ -251,11 +252,12 @@ class Neighbours:
         address, nbytes = _PLACE.unpack(place)
         wanted = out.nbytes if of is None else of
         if nbytes != wanted:
-            raise RuntimeError(f"rank {peer} offers {nbytes} bytes, and rank {self.rank} expects {wanted}")
+            theirs, own = self.numbers[peer], self.numbers[self.rank]
+            raise RuntimeError(f"rank {theirs} offers {nbytes} bytes, and rank {own} expects {wanted}")
         try:
             self._reader.read(out, self._pids[peer], address + start)
         except OSError as error:
-            text = f"the memory of rank {peer} can't be read by rank {self.rank}: {error}"
+            text = f"the memory of rank {self.numbers[peer]} can't be read by rank {self.numbers[self.rank]}: {error}"
             if error.errno not in _REFUSED:  # it was killed after its signal
                 failure = RuntimeError(text)
                 raise (failure if self.journal is None else self.journal.explained(failure)) from error
@@ -414,6 +416,7 @@ class Links:
         self._is_polling = False  # one thread polls the sockets, without the condition; the others wait for it
         self._changed = threading.Condition()
         self.failure: Callable[[], Exception | None] = lambda: None  # the verdict that ends every wait
+        self.numbers: Sequence[int] = range(max(self.peers, default=0) + 1)  # by which errors name ranks
         self.close = weakref.finalize(self, _close, tuple(self._sockets.values()))
 
     def send(self, peer: int, key: int, payload: bytes) -> None:
@@ -432,7 +435,7 @@ class Links:
                     if error.errno in _ENDED:
                         return
                     if error.errno not in _NO_MEMORY:
-                        raise RuntimeError(f"a message to rank {peer} can't be sent: {error}") from error
+                        raise RuntimeError(f"a message to rank {self.numbers[peer]} can't be sent: {error}") from error
                     self._raise_failure()
                     time.sleep(_RETRY_S)
 
@@ -445,10 +448,11 @@ class Links:
                 message = self._next(peer, key)
                 if message is not None:
                     if len(message) != nbytes:
-                        raise RuntimeError(f"rank {peer} sent {len(message)} bytes where {nbytes} were expected")
+                        number = self.numbers[peer]
+                        raise RuntimeError(f"rank {number} sent {len(message)} bytes where {nbytes} were expected")
                     return message
                 if peer in self._ended:
-                    raise RuntimeError(f"rank {peer} has closed its connection")
+                    raise RuntimeError(f"rank {self.numbers[peer]} has closed its connection")
                 self._raise_failure()
                 left = _SLICE_S if end is None else min(_SLICE_S, end - time.monotonic())
                 if left <= 0:
