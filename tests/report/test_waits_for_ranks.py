@@ -43,19 +43,28 @@ def waits_of_a_clocked_step(rank: int, world_size: int, memory: bool, options: d
     step = sharded(model).runtime.streams.clock.step()
     assert step is not None
     by_rank: Counter[int | None] = Counter()
+    reduced_with: set[int | None] = set()
     for span in step.spans:
+        if span.name.startswith(("reduce", "take", "finish")):
+            reduced_with.update(wait.rank for wait in span.waits)
         assert all(span.start <= wait.start <= wait.stop <= span.stop for wait in span.waits), span
         for wait in span.waits:
             by_rank[wait.rank] += wait.stop - wait.start
     with tempfile.TemporaryDirectory() as folder:
         page = Path(folder) / "page.html"
         zc.explain(model, format="html", path=page)
-        return {"waits": dict(by_rank), "page": page.read_text(), "plan": sharded(model).runtime.plan}
+        waits = {"waits": dict(by_rank), "reduced_with": reduced_with - {None}}
+        return {**waits, "page": page.read_text(), "plan": sharded(model).runtime.plan}
 
 
 @pytest.mark.parametrize(
     ("memory", "options"),
-    [(True, {"backend": "eager"}), (False, {"backend": "eager"}), (False, {"backend": "aot_eager", "stage": 1})],
+    [
+        (True, {"backend": "eager"}),
+        (False, {"backend": "eager"}),
+        (False, {"backend": "eager", "reduce_dtype": torch.int8}),
+        (False, {"backend": "aot_eager", "stage": 1}),
+    ],
 )
 def test_the_late_rank_is_named(memory: bool, options: dict[str, Any]) -> None:
     ranks = run_ranks(waits_of_a_clocked_step, 3, memory, options)
@@ -65,7 +74,7 @@ def test_the_late_rank_is_named(memory: bool, options: dict[str, Any]) -> None:
         waits = result["waits"]
         # announcements by messages are a collective; where the comm stream waits for it, it has the wait
         collective = waits.pop(None, 0.0)
-        assert set(waits) == {0, 1, 2} - {rank}, "each reduction is with both other ranks"
+        assert result["reduced_with"] == set(waits) == {0, 1, 2} - {rank}, "each reduction is with both other ranks"
         if rank != LATE:
             page, other = result["page"], 1 - rank
             assert waits[LATE] + collective > waits[other]

@@ -138,13 +138,15 @@ class Exchanges:
         entry = self.begin(kind, bucket, sum(piece.nbytes for rank, piece in sent if rank != self.rank))
         if not self._by_pairs:
             return self._exchange_all(received, sent, entry)
-        others = [(rank, piece) for rank, piece in received if rank != self.rank]
-        works = [self._pair(dist.irecv, piece, rank, entry) for rank, piece in others]
-        for rank, piece in sorted(sent, key=lambda item: (item[0] - self.rank) % self.world_size):
-            if rank != self.rank:
-                works.append(self._pair(dist.isend, piece, rank, entry))
+        works, ranks = [], list[int]()
+        in_turn = sorted(sent, key=lambda item: (item[0] - self.rank) % self.world_size)
+        for start, pieces in ((dist.irecv, received), (dist.isend, in_turn)):
+            for rank, piece in pieces:
+                if rank != self.rank:
+                    works.append(self._pair(start, piece, rank, entry))
+                    ranks.append(self.numbers[rank])
         copy_own_piece(received, sent, self.rank)
-        return self._work(entry, messages(works))
+        return self._work(entry, messages(works, ranks=ranks))
 
     def _exchange_all(self, received: Pieces, sent: Pieces, entry: Entry) -> Work:
         """The same by one collective."""
