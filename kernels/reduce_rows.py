@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def"
 # (Triton resolves the annotations of a kernel's parameters as types of its own, so they have none.)
-"""``reduce_rows``: the W rows that an all-to-all delivered, summed in rank order into this rank's shard.
+"""``reduce_rows``: the rows of W ranks, received or read, summed in rank order into this rank's shard.
 
 Bytes moved: every row read once, [S] fp32 written once (read once more with ``add``): S * (W * wire bytes + 4 or 8).
 128-bit accesses where rows, their stride and ``out`` are aligned to 16 elements, as zc.planning.layout makes them.
@@ -47,7 +47,7 @@ def reduce_rows(rows: Tensor, out: Tensor, *, scale: float, add: bool, keeps_row
     Args:
         rows: [W, S] bf16, fp16, fp32 or fp64 (the wire dtype); elements of a row are contiguous, W >= 1.
         out: [S] fp32 (fp64 for fp64 rows), contiguous. Without ``add`` its old content is not read.
-        scale: 1 / W of the whole group for a mean.
+        scale: of the sum; 1 / all ranks for a mean.
         keeps_rows: False: nobody reads the rows afterwards. On a device without Triton fp32 rows then need no memory
             of their own, which a side stream would allocate.
 

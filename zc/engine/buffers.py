@@ -13,8 +13,8 @@ the ``zero_grad`` that sets gradients to None, the others always::
     acc           S (stage 2) or P (stage 1) * acc_dtype
     ring          num_buffers flat_grad in reduce_dtype and one scratch, sized for the largest bucket; no scratch
                   where ranks read each other's memory. A reduction of several hops (`zc.planning.plan`) also needs
-                  two host_sum, of P / ranks per host elements each, or [S] with replicas, and scratch for each hop
-                  that sends messages. Ranks of one host that exchange messages sum them in flat_grad or acc
+                  two host_sum, of P / ranks per host elements each, or [S] with replicas; its scratch has room
+                  for the largest hop. Ranks of one host that exchange messages sum them in flat_grad or acc
     published     S * param_dtype    only where weights travel as differences: this rank's part of flat_param after
                   the last update, to notice writes of the caller
     update        likewise: the encoded differences of the largest bucket
@@ -87,9 +87,9 @@ class Buffers:
     Lifetimes: accumulators and ring exist from a bucket's first write (`allocate`) until gradients are set to None
     (`free`), like plain PyTorch's gradients. The main stream calls both, and `free` after it has joined all other
     streams, so they need no record_stream unless the main stream has changed (`Streams.hand_to_main`). All other
-    tensors live as long as the plan. A ring buffer holds one bucket's gradient from its flatten_cast until its
-    accumulate; the schedule's events keep the next user away until then. ``flat_param[b]`` never moves: it is the
-    memory of its parameters, each with a storage of its own that keeps it alive.
+    tensors live as long as the plan. A ring buffer holds one bucket's gradient from its flatten_cast until
+    the reduce or take that reads it; the schedule's events keep the next user away until then. ``flat_param[b]`` never
+    moves: it is the memory of its parameters, each with a storage of its own that keeps it alive.
 
     A new object has no tensors; `add` and `add_staging` allocate those that live as long as the plan. ``memory`` has
     those that a plan with offload keeps on the host.

@@ -61,7 +61,7 @@ class Phase(enum.Enum):
     IDLE = "no gradient has come since all streams that carry gradients were joined"
     OPEN = "gradients come, and may be on their way"
     FAILED = "a backward or a reduction has raised, and the accumulators may hold some of it"
-    READ = "as FINAL, and no rank had a backward before: one that has its first now expects the others at the update"
+    READ = "as FINAL, and no rank had a backward: step() waits for the others again, as one may have its first now"
     FINAL = "the gradients are finished, and none has come since"
 
 

@@ -4,8 +4,8 @@ makes one.
 
 No other code asks for the stage. Sources: ZeRO, arXiv:1910.02054, sections 5.1 to 5.3; ZeRO-Offload, arXiv:2101.06840.
 
-A reduction has one hop in most runs. It has a second one where a host has several ranks, since sums then cross hosts
-instead of gradients, and where a mesh has replicas::
+A reduction has one hop in most runs. It has another one where hosts have several ranks, since sums then cross hosts
+instead of gradients, and a last one where a mesh has replicas::
 
     2 ranks of one host               memory, among all                          into the accumulator
     2 GPUs of one host                messages, among all                        into the accumulator
@@ -162,7 +162,7 @@ def split_name(name: str, members: dict[str, tuple[int, int]]) -> tuple[str, str
     return None
 
 
-NUM_HOST_SUMS = 2  # the first of two reductions writes one while the second sends the other
+NUM_HOST_SUMS = 2  # the hop that sums inside a host writes one while the next hop sends the other
 
 FIRST_FROZEN = 100_000  # the number of the first bucket of frozen parameters (`zc.planning.frozen`)
 
@@ -472,9 +472,8 @@ class Into(enum.Enum):
 
 @dataclass(frozen=True)
 class Hop:
-    """``num_ranks`` exchange with each other, in a reduction one of ``parts`` equal parts of a bucket: what the hop
-    before has left. ``number``: of a reduction's hops, from 0 on. ``scale``: what a reduction multiplies the sum with.
-    """
+    """An exchange among ``num_ranks``. In a reduction they share one of ``parts`` equal parts of a bucket, which is
+    what the hop before has left to each. ``number``: of a reduction's hops, from 0 on. ``scale``: of the sum."""
 
     way: Way
     among: Level

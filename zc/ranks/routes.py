@@ -9,8 +9,10 @@ weights in any order, between two updates.
 current stream runs afterwards meets such a read or write). So the order of one rank's nodes is all that a proof needs,
 whatever the routes are (docs/proof.md).
 
-A reduction by messages is two calls, `take` and `finish`: the gradients are free before they are summed, so the next
-bucket may fill their buffer. Where ranks read memory, a sum and its reads are one call, `reduce`.
+A reduction by messages is two calls, `take` and `finish`: the gradients are free before the sum is in its place, so the
+next bucket may fill their buffer. `Messages` sends in `take` and sums in `finish`; `Encoded` encodes in `take`, sends
+and sums in `finish`; `Replicas` sends and sums in `take`. Where ranks read memory, a sum and its reads are one call,
+`reduce`.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ def _gathers_while_reading(plan: Plan) -> bool:
 KINDS = {
     "flat_grad": Kind("gradients of one bucket; a ring", COMM, shared="stage 2 with overlap",
                       is_shared=lambda plan, _: plan.overlap and plan.placement.shards_gradients),
-    "scratch": Kind("what ranks have sent in one hop of a reduction", COMM),
+    "scratch": Kind("what one hop of a reduction sends or has received", COMM),
     "update": Kind("encoded differences between the masters of one bucket and its weights", COMM),
     "host_sum": Kind("several hops: the sum of one, over the ranks of a host or replica; a ring", COMM,
                  shared="with overlap, where ranks read each other's memory",

@@ -222,7 +222,7 @@ class Reduce(Reduction, reads=("src", "dst")):
 
 
 class Take(Reduction):
-    """The first part of such a hop, where the sum is made later: dst, scratch <- what is to be summed. src is free."""
+    """The first part of such a hop, where the sum comes later: dst, scratch <- all that `Finish` needs. src is free."""
 
     contents = (
         Row("src", "flat_grad host_sum", (BEFORE,), NOTHING),
@@ -232,7 +232,8 @@ class Take(Reduction):
 
 
 class Finish(Reduction, reads=("src", "dst")):
-    """The second part: dst <- the sum of what ranks have taken into src, scratch."""
+    """The second part: dst <- the hop's sum, of what is in src, scratch, and what others send if the route sends here.
+    src may be written meanwhile; only this stream uses it."""
 
     contents = (
         Row("src", "scratch", (TAKEN,), NOTHING),
