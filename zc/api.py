@@ -28,7 +28,6 @@ from zc.engine.features import Updater
 from zc.engine.param_checks import Unset
 from zc.engine.runtime import Runtime
 from zc.engine.streams import make_streams
-from zc.errors import ZcError
 from zc.features import RANKS, features_of
 from zc.fill import broadcast_rest, fill, restore, snapshot
 from zc.meta import place
@@ -230,24 +229,7 @@ def make_call(module: nn.Module, runtime: Runtime, sync: BufferSync | None = Non
     call = runtime.weights.call_of(module, call)
     if sync is not None:
         call = torch_private.call_after(sync.before_forward, call or torch_private.plain_call(module))
-    return call if call is None or config.backend == "eager" else _naming_limits(call)
-
-
-def _naming_limits(call: Callable[..., Any]) -> Callable[..., Any]:
-    """``call``, whose compiled code has no forward-mode derivative: the error names the backend that has one."""
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return call(*args, **kwargs)
-        except NotImplementedError as error:
-            if not torch_private.lacks_forward_mode(error):
-                raise
-            raise ZcError(
-                "torch.autograd.forward_ad through this model: what torch.compile has compiled has no forward-mode "
-                'derivative. Give zc.compile backend="eager", or use torch.func.jvp, which runs the model uncompiled'
-            ) from error
-
-    return run
+    return call if call is None or config.backend == "eager" else guards.naming_limits(call)
 
 
 def _undo_on_failure(undo: contextlib.ExitStack, request: Request, runtime: Runtime) -> None:

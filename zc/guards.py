@@ -1,5 +1,5 @@
 """Guards a compiled model against operations that other code applies to any module: moves, DDP, flattening of RNNs,
-pickles and copies.
+pickles and copies, forward-mode derivatives.
 
 A framework may move the model to the device that it is on, under another name (``cpu:0``). That would copy all weights
 out of their buckets, and no update would reach the copies, so a move that changes nothing is skipped. On a GPU,
@@ -137,6 +137,23 @@ def remove(model: nn.Module) -> None:
 def install_call(block: nn.Module, call: Callable[..., Any]) -> None:
     """Makes ``block(...)`` run ``call(...)``; `remove` undoes it."""
     torch_private.set_call(block, Instead(block, "_call_impl", call))
+
+
+def naming_limits(call: Callable[..., Any]) -> Callable[..., Any]:
+    """``call``, whose compiled code has no forward-mode derivative: the error names the backend that has one."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return call(*args, **kwargs)
+        except NotImplementedError as error:
+            if not torch_private.lacks_forward_mode(error):
+                raise
+            raise ZcError(
+                "torch.autograd.forward_ad through this model: what torch.compile has compiled has no forward-mode "
+                'derivative. Give zc.compile backend="eager", or use torch.func.jvp, which runs the model uncompiled'
+            ) from error
+
+    return run
 
 
 def _apply(

@@ -141,8 +141,17 @@ def needed_by_autograd(params: Mapping[str, torch.nn.Parameter]) -> frozenset[st
     with torch.enable_grad(), without_torch_function():  # parameters may be absent (stage 3)
         edges: Any = _Edges.apply(*trainable.values()) if trainable else None  # type: ignore[attr-defined, no-untyped-call, unused-ignore]
     nodes = [node for node, _ in edges.grad_fn.next_functions] if trainable else []
-    free = {n for (n, p), node in zip(trainable.items(), nodes, strict=True) if not p._backward_hooks and _runs(node)}
+    run = zip(trainable.items(), _which_run(nodes), strict=True)
+    free = {name for (name, param), runs in run if runs and not param._backward_hooks}
     return frozenset(params.keys() - free)
+
+
+def _which_run(nodes: Sequence[Any]) -> list[bool]:
+    """Whether the running backward runs each of these nodes. A loop in C: each backward asks for all parameters."""
+    try:
+        return list(map(torch._C._will_engine_execute_node, nodes))  # type: ignore[attr-defined, unused-ignore]
+    except RuntimeError:  # for one of them
+        return [_runs(node) for node in nodes]
 
 
 def _runs(node: Any) -> bool:

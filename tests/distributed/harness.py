@@ -167,31 +167,55 @@ class _Rank:
             self.exit_code("wait")
 
 
+class _Templates:
+    """The templates of this process, which all its pools share: to start one takes 8 s of a core."""
+
+    def __init__(self) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="zc-templates-"))
+        self._compiled = compiled_code(self.folder)
+        self._started: list[_Template] = []
+
+    def start(self, number: int) -> None:
+        while len(self._started) < number:
+            log = self.folder / f"template{len(self._started)}.log"
+            self._started.append(_Template(log, self._compiled))
+
+    def of_rank(self, rank: int) -> _Template:
+        return self._started[rank % NUM_TEMPLATES]
+
+    def close(self) -> None:
+        for template in self._started:
+            template.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
 class RankPool:
     """Rank processes, kept between jobs."""
 
     def __init__(self) -> None:
+        global _templates
+        if _templates is None:
+            _templates = _Templates()
+            atexit.register(shutdown)
+        self._templates = _templates
         self.folder = Path(tempfile.mkdtemp(prefix="zc-ranks-"))
-        self._compiled = compiled_code(self.folder)
-        self._templates: list[_Template] = []
         self._ranks: list[_Rank] = []
         self._num_jobs = 0
         self._num_started = 0
+        _pools.append(self)
 
     def run(self, fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0) -> list[Any]:
         """See `run_ranks`."""
         self._num_jobs += 1
         job = f"{fn.__module__}.{fn.__qualname__}"
         timeout *= patience()
-        while len(self._templates) < min(world_size, NUM_TEMPLATES):
-            log = self.folder / f"template{len(self._templates)}.log"
-            self._templates.append(_Template(log, self._compiled))
+        self._templates.start(min(world_size, NUM_TEMPLATES))
         while len(self._ranks) < world_size:
             self._num_started += 1
             folder = self.folder / f"process{self._num_started}"
             folder.mkdir()
             number = len(self._ranks)
-            self._ranks.append(_Rank(number, folder, self._templates[number % NUM_TEMPLATES]))
+            self._ranks.append(_Rank(number, folder, self._templates.of_rank(number)))
         ranks = self._ranks[:world_size]
         message = pickle.dumps((fn, args))
         # its group waits for longer: with the job's limit a rank may leave its wait before its stack is written
@@ -245,12 +269,12 @@ class RankPool:
 
     def close(self) -> None:
         self._rebuild()
-        for template in self._templates:
-            template.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-_pool: RankPool | None = None
+_templates: _Templates | None = None
+_pools: list[RankPool] = []  # ended with the templates, which answer how their ranks have ended
+_pool: RankPool | None = None  # of `run_ranks`
 
 
 def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0) -> list[Any]:
@@ -262,7 +286,6 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
     global _pool
     if _pool is None:
         _pool = RankPool()
-        atexit.register(shutdown)
     return _pool.run(fn, world_size, *args, timeout=timeout)
 
 
@@ -292,8 +315,12 @@ def _one_after_the_other(rank: int, world_size: int, fn: Callable[..., Any], cas
 
 
 def shutdown() -> None:
-    """Ends the rank processes and removes their folder."""
-    global _pool
-    if _pool is not None:
-        _pool.close()
-        _pool = None
+    """Ends the rank processes of all pools and removes their folders."""
+    global _pool, _templates
+    for pool in _pools:
+        pool.close()
+    _pools.clear()
+    _pool = None
+    if _templates is not None:
+        _templates.close()
+        _templates = None

@@ -27,8 +27,7 @@ PR_SET_PDEATHSIG = 1  # sys/prctl.h
 def _fork_ranks(control: socket.socket) -> None:
     """Answers each request of the harness with a number, until the harness ends. "start": forks a rank, which gets the
     descriptor of its connection; its process id. "poll", "wait": its exit code, negative for a signal, or RUNNING."""
-    import torch._inductor.compile_fx  # noqa: F401  (Dynamo, too)
-
+    _load_compiler()
     leave_out_guard_timing()
     gc.freeze()  # ranks need not walk what is imported, nor copy its pages
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the harness, interrupted as well, still asks for the ends of ranks
@@ -47,6 +46,26 @@ def _fork_ranks(control: socket.socket) -> None:
             ended, status = os.waitpid(arguments[0], os.WNOHANG if kind == "poll" else 0)
             number = os.waitstatus_to_exitcode(status) if ended else RUNNING
         control.send(str(number).encode())
+
+
+def _load_compiler() -> None:
+    """Imports zc and what it compiles with, and compiles x + 1: the first graph of a process makes patterns and imports
+    that take a second, here once for all ranks. No autograd, whose threads could not be forked."""
+    import torch
+    from torch._inductor.compile_fx import compile_fx
+
+    import zc  # noqa: F401
+
+    if torch.cuda.is_available():  # asked of NVML, which can be forked; what a compiler asks can't
+        return
+
+    def compile_nothing(graph: Any, inputs: list[Any]) -> Any:
+        return compile_fx(graph, inputs, inner_compile=lambda graph, *_, **__: graph.forward)
+
+    with torch.no_grad():
+        torch.compile(lambda x: x + 1, backend=compile_nothing)(torch.ones(2))
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
 
 
 def leave_out_guard_timing() -> None:
@@ -105,6 +124,7 @@ def _serve(connection: Connection, stacks: str) -> None:
             # GIL, and joins a thread of it that may wait for the GIL (torch 2.13)
             groups = [_start_job(rank, store, world_size, timeout)]
             fn, args = pickle.loads(message)
+            _freeze()  # what this has imported
             answer = pickle.dumps((True, _run(fn, rank, world_size, args)))
         except BaseException:  # noqa: BLE001  (whatever it is, it goes to the test that asked)
             is_fine, answer = False, pickle.dumps((False, traceback.format_exc()))
@@ -169,9 +189,14 @@ def _end_job(is_fine: bool) -> None:
             dist.barrier()
     dist.destroy_process_group()  # a failed rank does so at once: whoever waits for it gets an error, not a timeout
     collect()
-    # What is alive between jobs (modules, caches) stays: to walk it each time takes 0.2 s. A model may still be alive,
-    # in a thread that waits or an error that something keeps; frozen, it would stay for good.
-    if not any(thread.name.startswith("zc ") for thread in threading.enumerate()):
+    _freeze()
+
+
+def _freeze() -> None:
+    """What is alive between jobs (modules, caches) stays: to walk it each time takes 0.2 s. A model may still be alive,
+    in a thread that waits or an error that something keeps; frozen, it would stay for good. The watch's thread, which
+    ends at its next tick, holds none."""
+    if not any(thread.name.startswith("zc ") and thread.name != "zc watch" for thread in threading.enumerate()):
         gc.freeze()
 
 

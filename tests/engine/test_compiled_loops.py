@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import zc
+from zc.engine.runtime import Runtime
 
 Step = Callable[[Tensor], Tensor]
 BATCHES = [torch.randn(4, 8, generator=torch.Generator().manual_seed(k)) for k in range(3)]
@@ -81,3 +82,22 @@ def test_a_loop_under_the_callers_torch_compile(loop: Callable[..., Step], stage
     torch.compiler.reset()
     for value, wanted in zip(trained(loop, stage, backend), trained(loop), strict=True):
         torch.testing.assert_close(value, wanted, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize(("backend", "num_brought"), [("aot_eager", 0), ("eager", 2)])
+def test_a_hook_asks_nobody_about_a_gradient_that_a_graph_has(
+    backend: str, num_brought: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Autograd calls it for each parameter, so a step of many small ones would be made of these calls."""
+    brought, receive = list[tuple[int, int]](), Runtime._post_accumulate_grad
+
+    def counting(runtime: Runtime, bucket: int, slot: int, param: nn.Parameter) -> None:
+        brought.append((bucket, slot))
+        receive(runtime, bucket, slot, param)
+
+    monkeypatch.setattr(Runtime, "_post_accumulate_grad", counting)
+    model = nn.Linear(8, 8)
+    zc.compile(model, torch.optim.SGD(model.parameters(), lr=0.1), backend=backend)
+    model(BATCHES[0]).sum().backward()
+    assert len(brought) == num_brought
+    assert all(param.grad is not None for param in model.parameters())

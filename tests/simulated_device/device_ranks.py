@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import sys
 import tempfile
 from collections.abc import Callable
@@ -25,7 +24,6 @@ def run_on_device(fn: Callable[..., Any], world_size: int, *args: Any, timeout: 
     build()  # in nobody's time
     if _pool is None:
         _pool = RankPool()
-        atexit.register(shutdown)
     try:
         store = tempfile.mktemp(dir=_pool.folder)
         return _pool.run(job, world_size, fn, args, store, timeout, timeout=timeout)

@@ -212,7 +212,7 @@ class Runtime(Core):
         return outputs
 
     def _post_accumulate_grad(self, bucket: int, slot: int, param: nn.Parameter) -> None:
-        """The hook on a parameter: the gradient leaves ``param.grad`` for the plan."""
+        """Called by the hook on a parameter: the gradient leaves ``param.grad`` for the plan."""
         grad = param.grad
         name = self.plan.buckets[bucket].slots[slot].name
         if grad is None or grad is self.sharded_grads.get(name) or self.listener.has_taken(grad):
@@ -559,11 +559,19 @@ class Runtime(Core):
         receive = weakly(self._post_accumulate_grad)
         for bucket in buckets:
             for k, slot in enumerate(bucket.slots):
-                hook = partial(receive, bucket.index, k)
+                hook = partial(_bring, receive, bucket.index, k)
                 param = self.params[slot.name]
                 handle: RemovableHandle = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
                 self.hooks.append(handle)
                 self._hook_of[slot.name] = handle
+
+
+@torch_private.not_compiled_alone
+def _bring(receive: Callable[[int, int, nn.Parameter], object], bucket: int, slot: int, param: nn.Parameter) -> None:
+    """The hook on a parameter. Autograd calls it for each gradient that a compiled graph has kept, too: most often
+    there is none to bring, and this is all that it costs. (A call of what `weakly` returns makes ten.)"""
+    if param.grad is not None:
+        receive(bucket, slot, param)
 
 
 _OF_ALL_MODELS: weakref.WeakValueDictionary[int, Backwards] = weakref.WeakValueDictionary()

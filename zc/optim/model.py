@@ -110,15 +110,16 @@ class ShardedModel(Listener):
 
     def gradients_cleared(self, optimizer: int | None) -> None:
         """Inside a backward, autograd may be adding to a ``param.grad``, so there they are cleared at its end."""
-        buckets = self.runtime.plan.of_optimizer(optimizer)
-        of_slots = {slot.name: param for bucket in buckets for slot, param in self.runtime.params_in(bucket)}
-        params = of_slots.values() if torch_private.current_graph_task() == -1 else ()
         for each in self.optimizers if optimizer is None else [self.optimizers[optimizer]]:
             self.grad_shards.say_if_skipped(each.number)
+        is_outside, names = torch_private.current_graph_task() == -1, list[str]()
         with torch_private.without_torch_function():  # faster: parameters may be watched (weights/param.py)
-            for param in params:
-                param.grad = None
-        self.gradients_dropped(list(of_slots))
+            for bucket in self.runtime.plan.of_optimizer(optimizer):
+                for slot, param in self.runtime.params_in(bucket):
+                    names.append(slot.name)
+                    if is_outside:
+                        param.grad = None
+        self.gradients_dropped(names)
 
     def gradients_dropped(self, names: Sequence[str]) -> None:
         """Also makes a new ShardedGrad in place of one that the caller still holds, or that has a history of autograd:
