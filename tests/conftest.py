@@ -27,6 +27,7 @@ for folder in (HERE, *(HERE / name for name in ("cuda", "distributed", "engine",
         sys.path.insert(0, str(folder))
 
 from crashed_workers import pytest_xdist_make_scheduler  # noqa: E402, F401  (a hook of pytest's)
+from harness import keep_kernels  # noqa: E402
 from progress_lines import ProgressLines  # noqa: E402
 from rank_process import leave_out_guard_timing  # noqa: E402
 
@@ -40,7 +41,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):
-        shutil.rmtree(os.environ.pop("ZC_TEST_COMPILED"), ignore_errors=True)
+        folder = Path(os.environ.pop("ZC_TEST_COMPILED"))
+        keep_kernels(folder)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def pytest_collection_finish() -> None:

@@ -11,7 +11,7 @@ stacks of all its threads, then killed, and the pool is rebuilt: one hanging tes
 
 Limits are for a machine that does nothing else: `patience` makes them longer on another. Inductor asks a C++ compiler
 about the processor once per checkout, in no job's time (`probed`), and compiles into one folder per run
-(`compiled_code`), empty when that begins.
+(`compiled_code`), where only the C++ kernels of earlier runs are when that begins.
 """
 
 from __future__ import annotations
@@ -78,6 +78,20 @@ def compiled_code(alone: Path) -> Path:
         with contextlib.suppress(OSError):  # another process was first
             making.rename(folder)
     return folder
+
+
+def keep_kernels(compiled: Path) -> None:
+    """What the C++ compiler has made in this run of pytest (1.3 s a kernel) is there in the next one of this checkout:
+    Inductor names it after a hash of its source and of the command. Graphs are not kept, every run compiles those."""
+    for library in compiled.glob("inductor/*/*.main.so"):
+        for file in (library.with_suffix(".cpp"), library):
+            kept = probed() / file.relative_to(compiled / "inductor")
+            if not kept.exists():
+                kept.parent.mkdir(exist_ok=True)
+                with tempfile.NamedTemporaryFile(dir=kept.parent, delete=False) as copy:
+                    copy.write(file.read_bytes())
+                os.chmod(copy.name, file.stat().st_mode)
+                os.rename(copy.name, kept)
 
 
 class RanksFailed(AssertionError):

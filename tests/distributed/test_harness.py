@@ -193,3 +193,17 @@ def test_a_worker_of_xdist_that_ends_costs_one_test(tmp_path: Path) -> None:
             env=_environment(), capture_output=True, text=True, timeout=60 * patience(),
         )  # fmt: skip
         assert "1 failed, 5 passed" in run.stdout, run.stdout
+
+
+def test_kernels_are_kept_for_the_next_run_and_graphs_are_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, kept = tmp_path / "run" / "inductor" / "ab", tmp_path / "kept"
+    made.mkdir(parents=True)
+    kept.mkdir()
+    for name in ("key.main.so", "key.main.cpp", "graph.py"):
+        (made / name).write_text(name)
+    monkeypatch.setattr(harness, "probed", lambda: kept)
+    for _ in range(2):  # two runs make the same
+        harness.keep_kernels(tmp_path / "run")
+    assert {file.name: file.read_text() for file in (kept / "ab").iterdir()} == {
+        name: name for name in ("key.main.so", "key.main.cpp")
+    }

@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from adversary import AdversarialStreams, Chooser, Values
@@ -262,28 +262,24 @@ def run(
     of the compute streams' work was done when the main stream came to its end. With ``contract``, the caller and other
     schedules, earlier and later, do their worst as well."""
     streams = AdversarialStreams(choose)
-    num_results: dict[str, int] = {}
-    for graph in case.graphs:
-        for node, op in ops(graph):
-            if isinstance(op, Segment):
-                num_results[op.key] = 1 + max(map(item_of, results(node)), default=-1)
+    facts = [_facts(graph, case.plan) for graph in case.graphs]
+    num_results = {key: number for each in facts for key, number in each.num_results.items()}
     sim = kind(case.plan, streams, num_results)
     final: dict[str, Tensor] = {}
     expected = 0
+    carried = _carried(case)
     if contract:
-        _past(sim, case)
-    for number, graph in enumerate(case.graphs):
+        _past(sim, sorted({buffer for each in facts for buffer in each.buffers}), carried)
+    for number, (graph, each) in enumerate(zip(case.graphs, facts, strict=True)):
         values = Values()
-        expected += sum(isinstance(op, Segment | WgradInto) for _, op in ops(graph))
+        expected += each.num_segments
         if contract:  # an evaluation reads the weights, and may still be at it when the schedule is issued
-            touched = {a.buffer for n in steps(graph) for group in accesses(n) for a in group}
-            weights = sorted(b for b in touched if isinstance(b, Buffer) and b.kind == "flat_param")
-            streams.run_on(MAIN, _read(sim, weights))
+            streams.run_on(MAIN, _read(sim, sorted(b for b in each.buffers if b.kind == "flat_param")))
         streams.run_on(MAIN, _enter(values, graph, number, sim))
-        codegen.load(graph)[0](values, streams, sim.bound(graph))
+        each.issue(values, streams, sim.bound(graph))
         streams.run_on(MAIN, _leave(values, graph, number, final, sim, expected))
     if contract:
-        _future(sim, case)
+        _future(sim, carried)
     streams.synchronize()
     final.update({k: v for k, v in sim.buffers.items() if is_lasting(k)})
     final.update({f"published {k}": v for k, v in enumerate(sim.published)})
@@ -292,16 +288,54 @@ def run(
     return final
 
 
+class _Facts(NamedTuple):
+    """What every order of a schedule has in common. ``nodes``: what the graph was then."""
+
+    graph: fx.Graph
+    plan: Plan
+    nodes: list[tuple[Any, ...]]
+    issue: codegen.Run
+    num_results: dict[str, int]
+    num_segments: int
+    buffers: frozenset[Buffer]
+    shared: frozenset[Buffer]
+
+
+_FACTS: dict[int, _Facts] = {}  # of the last graphs, by id
+
+
+def _facts(graph: fx.Graph, plan: Plan) -> _Facts:
+    """One graph runs under many orders: its Python and its buffers are the same in all of them."""
+    meta = ("stream", "buffer")
+    nodes = [(node, node.target, node.args, node.kwargs, *map(node.meta.get, meta)) for node in graph.nodes]
+    facts = _FACTS.get(id(graph))
+    if facts is not None and facts.graph is graph and facts.plan is plan and facts.nodes == nodes:
+        return facts
+    if len(_FACTS) >= 32:
+        _FACTS.clear()
+    touched = {a.buffer for n in steps(graph) for group in accesses(n) for a in group}
+    segments = [(node, op) for node, op in ops(graph) if isinstance(op, Segment)]
+    _FACTS[id(graph)] = facts = _Facts(
+        graph,
+        plan,
+        nodes,
+        codegen.load(graph)[0],
+        {op.key: 1 + max(map(item_of, results(node)), default=-1) for node, op in segments},
+        sum(isinstance(op, Segment | WgradInto) for _, op in ops(graph)),
+        frozenset(b for b in touched if isinstance(b, Buffer)),
+        shared_buffers(graph, plan),
+    )
+    return facts
+
+
 def _read(sim: Simulation, weights: Sequence[Buffer]) -> Callable[[], None]:
     return lambda: sim.published.extend(sim.buffer(str(buffer)).clone() for buffer in weights)
 
 
-def _past(sim: Simulation, case: Case) -> None:
+def _past(sim: Simulation, buffers: Sequence[Buffer], carried: Sequence[Buffer]) -> None:
     """The entry contract. The caller has used every buffer that the plan owns, on the main stream; earlier schedules
     have used those that have a carried event, one after the other in an order that nobody knows: so each on a stream of
     its own here, which only the carrier itself comes after."""
-    accessed = {a.buffer for g in case.graphs for n in steps(g) for group in accesses(n) for a in group}
-    buffers = sorted(b for b in accessed if isinstance(b, Buffer))
     for buffer in (b for b in buffers if b.on_host):
         sim.streams.run_on(MAIN, _scale(sim.buffer(str(buffer)), 0.5 if is_lasting(str(buffer)) else NAN))
     # the thread that issues is the processor: it has done what it did with host memory. It does not come after what
@@ -310,7 +344,7 @@ def _past(sim: Simulation, case: Case) -> None:
     sim.streams.wait("entry", HOST)
     for buffer in (b for b in buffers if not b.on_host):
         sim.streams.run_on(MAIN, _scale(sim.buffer(str(buffer)), 0.5 if is_lasting(str(buffer)) else NAN))
-    for buffer in _carried(case):
+    for buffer in carried:
         # powers of two: it does not matter whether the caller or the earlier schedule came first
         factor = 0.25 if is_lasting(str(buffer)) else NAN
         sim.streams.run_on(f"past.{buffer}", _scale(sim.buffer(str(buffer)), factor))
@@ -318,11 +352,11 @@ def _past(sim: Simulation, case: Case) -> None:
         sim.streams.wait(carried_event(buffer), buffer.carrier)
 
 
-def _future(sim: Simulation, case: Case) -> None:
+def _future(sim: Simulation, carried: Sequence[Buffer]) -> None:
     """The exit contract: whoever comes after the main stream and a buffer's carried event may overwrite it."""
     sim.streams.record("end", MAIN)
     sim.streams.record("the processor's end", HOST)
-    for buffer in _carried(case):
+    for buffer in carried:
         sim.streams.wait("the processor's end" if buffer.on_host else "end", f"future.{buffer}")
         sim.streams.wait(carried_event(buffer), f"future.{buffer}")
         ring = not is_lasting(str(buffer))
@@ -338,7 +372,7 @@ def _overwrite(out: Tensor, *, ring: bool) -> Callable[[], object]:
 
 
 def _carried(case: Case) -> list[Buffer]:
-    return sorted({b for graph in case.graphs for b in shared_buffers(graph, case.plan)})
+    return sorted({buffer for graph in case.graphs for buffer in _facts(graph, case.plan).shared})
 
 
 def _enter(values: Values, graph: fx.Graph, number: int, sim: Simulation) -> Callable[[], None]:
