@@ -231,9 +231,9 @@ class Take(Reduction):
     )
 
 
-class Finish(Reduction, reads=("src", "dst")):
+class Finish(Reduction, reads=("src", "dst"), writes=("dst", "src")):
     """The second part: dst <- the hop's sum, of what is in src, scratch, and what others send if the route sends here.
-    src may be written meanwhile; only this stream uses it."""
+    src is undefined afterwards."""
 
     contents = (
         Row("src", "scratch", (TAKEN,), NOTHING),
