@@ -124,7 +124,6 @@ def _serve(connection: Connection, stacks: str) -> None:
             # GIL, and joins a thread of it that may wait for the GIL (torch 2.13)
             groups = [_start_job(rank, store, world_size, timeout)]
             fn, args = pickle.loads(message)
-            _freeze()  # what this has imported
             answer = pickle.dumps((True, _run(fn, rank, world_size, args)))
         except BaseException:  # noqa: BLE001  (whatever it is, it goes to the test that asked)
             is_fine, answer = False, pickle.dumps((False, traceback.format_exc()))
@@ -189,14 +188,9 @@ def _end_job(is_fine: bool) -> None:
             dist.barrier()
     dist.destroy_process_group()  # a failed rank does so at once: whoever waits for it gets an error, not a timeout
     collect()
-    _freeze()
-
-
-def _freeze() -> None:
-    """What is alive between jobs (modules, caches) stays: to walk it each time takes 0.2 s. A model may still be alive,
-    in a thread that waits or an error that something keeps; frozen, it would stay for good. The watch's thread, which
-    ends at its next tick, holds none."""
-    if not any(thread.name.startswith("zc ") and thread.name != "zc watch" for thread in threading.enumerate()):
+    # What is alive between jobs (modules, caches) stays: to walk it each time takes 0.2 s. A model may still be alive,
+    # in a thread that waits or an error that something keeps; frozen, it would stay for good, with its groups' threads.
+    if not any(thread.name.startswith("zc ") for thread in threading.enumerate()):
         gc.freeze()
 
 
