@@ -49,12 +49,11 @@ def _fork_ranks(control: socket.socket) -> None:
 
 
 def _load_compiler() -> None:
-    """Imports zc and what it compiles with, and compiles x + 1: the first graph of a process makes patterns and imports
-    that take a second, here once for all ranks. No autograd, whose threads could not be forked."""
+    """Imports what compiles, and compiles x + 1: the first graph of a process makes patterns and imports that take a
+    second, here once for all ranks. No autograd, whose threads could not be forked, and not zc, which some ranks load
+    in another text (tests/simulated_device/device_mutants.py)."""
     import torch
     from torch._inductor.compile_fx import compile_fx
-
-    import zc  # noqa: F401
 
     if torch.cuda.is_available():  # asked of NVML, which can be forked; what a compiler asks can't
         return
