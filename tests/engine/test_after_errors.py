@@ -129,6 +129,45 @@ def test_a_reduction_that_raised_is_no_part_of_an_update(overlap: bool, heard: s
         assert all("call optimizer.zero_grad() before you go on" in text for text in said[1:-1]), said
     assert said[-1] == "4"
 
+def _fail_at_the_boundary(rank: int, world_size: int) -> list[str]:
+    """What step() raises or "stepped", three times, where the second sum of the first step raises on all ranks."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    zc.compile(model, optimizer, backend="eager", stage=1, bucket_nbytes=300, overlap=False)
+    before, said, sums = weights(model), list[str](), list[int]()
+
+    def out_of_memory(*args: Any, **options: Any) -> None:
+        sums.append(1)
+        if len(sums) == 2:
+            raise MemoryError("in the second sum")
+        reduce_rows(*args, **options)
+
+    with zc.no_sync(model):
+        model(torch.ones(2, 8)).square().sum().backward()
+    assert not sums
+    with mock.patch.object(routes, "reduce_rows", out_of_memory):
+        for _ in range(2):
+            try:
+                optimizer.step()
+                said.append("stepped")
+            except (MemoryError, zc.ZcError) as error:
+                said.append(f"{type(error).__name__}: {error}")
+    assert all(torch.equal(now, before[name]) for name, now in weights(model).items()), "an update without all sums"
+    optimizer.zero_grad()
+    model(torch.ones(2, 8)).square().sum().backward()
+    optimizer.step()
+    return [*said, "stepped"]
+
+
+def test_a_reduction_that_raised_in_step_is_no_part_of_the_next_one() -> None:
+    """Without overlap the main stream sums at the boundary: no thread of a stream tells of the error."""
+    for said in run_ranks(_fail_at_the_boundary, 2):
+        assert said[0] == "MemoryError: in the second sum"
+        assert "call optimizer.zero_grad() before you go on" in said[1]
+        assert said[2:] == ["stepped"]
+
+
 
 def test_exchanges_between_hosts_ignore_the_default_device() -> None:
     first, second = run_ranks(_with_a_default_device, 2)
