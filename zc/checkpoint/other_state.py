@@ -49,7 +49,6 @@ def state_by_string(one: ShardedOptimizer) -> dict[str, Any]:
     by_string: dict[str, Any] = {}
     for key, value in one.local.state.items():
         if isinstance(key, str):
-            _check_keys(one, key, value)
             by_string[key] = value
         elif id(key) not in names:
             what = f"a tensor {tuple(key.shape)} that is in no group" if isinstance(key, Tensor) else repr(key)
@@ -58,16 +57,6 @@ def state_by_string(one: ShardedOptimizer) -> dict[str, Any]:
                 "a string. Remove it before the save, or keep it under a string"
             )
     return by_string
-
-
-def _check_keys(one: ShardedOptimizer, path: str, value: Any) -> None:
-    """A checkpoint has strings for keys, and could not tell 0 from "0"."""
-    for key, item in value.items() if isinstance(value, dict) else ():
-        if not isinstance(key, str):
-            raise CheckpointError(
-                f"the state {path!r} of {type(one.optimizer).__name__} has the key {key!r}: zc saves strings"
-            )
-        _check_keys(one, f"{path}.{key}", item)
 
 
 def together(sharded_model: ShardedModel) -> dict[str, list[list[str]]]:

@@ -22,7 +22,7 @@ import hashlib
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zc.checkpoint.other_state import OTHER, TOGETHER, check_together, frozen_of, members_of
@@ -62,11 +62,25 @@ def from_plain(model: nn.Module, sharded_model: ShardedModel, state: Mapping[str
     given = zip(names, state["model"].values(), strict=True)
     weights = {name: v.full_tensor() if hasattr(v, "full_tensor") else v for name, v in given}
     check_names(model, sharded_model, set(weights), target.where)
-    add_model(target, model, sharded_model, {("model", name): value for name, value in weights.items()})
+    entries = _last_of_tied(model, weights)
+    add_model(target, model, sharded_model, {("model", name): value for name, value in entries.items()})
     if optimizer is not None:
         _add_whole_optimizers(target, sharded_model, optimizer)
     check_groups(sharded_model, target)
     return target
+
+
+def _last_of_tied(model: nn.Module, weights: Mapping[str, Any]) -> dict[str, Any]:
+    """A tied weight has several names, and may be given a value under each: as ``model.load_state_dict`` leaves it, it
+    has the last one's."""
+    first: dict[int, str] = {}
+    last = dict(weights)
+    for name, value in model.state_dict(keep_vars=True).items():
+        if isinstance(value, Tensor):
+            of_all = first.setdefault(id(value), name)
+            if name in weights:
+                last[of_all] = weights[name]
+    return last
 
 
 def from_optimizer_state(sharded_model: ShardedModel, state: Any) -> Target:

@@ -26,7 +26,7 @@ from zc.checkpoint.files import Reader, Writer
 from zc.checkpoint.folders import Unfinished, partial_of
 from zc.checkpoint.plain_state import from_plain
 from zc.checkpoint.saving import Saving, channel_of, checkpoint_errors, finish_pending
-from zc.checkpoint.state import host_copy, state_of, synchronized
+from zc.checkpoint.state import for_dcp, host_copy, state_of, synchronized
 from zc.checkpoint.target import check_groups, check_values, commit, make_target
 from zc.errors import CheckpointError
 from zc.optim.assignment import Optimizers
@@ -40,7 +40,7 @@ def state_dict(model: nn.Module, optimizer: Optimizers) -> dict[str, Any]:
     are views of the shards (`ShardOf`), not copies. ``dcp.save`` writes them and ``dcp.load`` fills them in place; call
     `load_state_dict` after the latter. A tied weight appears under its first name.
     """
-    return state_of(model, synchronized(model, optimizer))
+    return for_dcp(state_of(model, synchronized(model, optimizer)))
 
 
 def load_state_dict(model: nn.Module, optimizer: Optimizers, state: Mapping[str, Any]) -> None:
@@ -103,7 +103,7 @@ def save(
     try:
         with channel.together(f"saving {path}"):
             sharded_model.runtime.unset.check("zc.save")
-            tree = state_of(model, sharded_model)
+            tree = for_dcp(state_of(model, sharded_model))
             tree["extra"] = {f"rank_{rank}": _encoded(extra)}
             if asynchronous:
                 tree = host_copy(tree)

@@ -109,7 +109,10 @@ class ShardOf(Tensor):
     ) -> Any:
         if func is torch.ops.aten.detach.default:
             return args[0]
-        raise TypeError(f"{func} on {args[0]!r}: it only names a rank's part for a checkpoint; use .local")
+        raise TypeError(
+            f"{func} on {args[0]!r}: it only names a rank's part for a checkpoint, whose elements are in .local. In "
+            "place of dcp.async_save use zc.save(..., asynchronous=True)"
+        )
 
     @property
     def boxes(self) -> list[Box]:

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from zc.checkpoint.other_state import OTHER, TOGETHER, note_of, state_by_string, states_of_frozen, together
 from zc.checkpoint.shards import ReadOnly, ShardOf
+from zc.checkpoint.text_keys import with_text_keys
 from zc.engine.memory_order import change_each, flattened, is_cut, values_in
 from zc.errors import CheckpointError, PlanError
 from zc.optim.assignment import Optimizers, optimizers_in
@@ -135,6 +136,12 @@ def others(model: nn.Module, sharded_model: ShardedModel) -> dict[str, Any]:
     return untrained
 
 
+def is_extra_state(name: str) -> bool:
+    """Whether this key of a ``state_dict`` is what a module's ``get_extra_state`` has returned, of any type and shape,
+    and its ``set_extra_state`` takes."""
+    return name.rpartition(".")[2] == "_extra_state"
+
+
 def state_of(model: nn.Module, sharded_model: ShardedModel) -> dict[str, Any]:
     """See `zc.state_dict`."""
     sharded_model.take_over_writes()
@@ -167,6 +174,21 @@ def state_of(model: nn.Module, sharded_model: ShardedModel) -> dict[str, Any]:
         sharded_model.runtime.say_once(note)
         optimizer[TOGETHER] = together(sharded_model)
     return {"model": weights, "optimizer": optimizer}
+
+
+def for_dcp(state: dict[str, Any]) -> dict[str, Any]:
+    """The same state with text for keys, below the names of parameters, groups and optimizers."""
+
+    def of_each(what: str, values: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: with_text_keys(f"{what} {name}", value) for name, value in values.items()}
+
+    optimizer = dict(state["optimizer"])
+    optimizer["state"] = of_each("the optimizer state of", optimizer["state"])
+    groups = enumerate(optimizer["param_groups"])
+    optimizer["param_groups"] = [of_each(f"of parameter group {number} the option", group) for number, group in groups]
+    if OTHER in optimizer:
+        optimizer[OTHER] = with_text_keys("the optimizer's state under strings", optimizer[OTHER])
+    return {**state, "model": of_each("the extra state", state["model"]), "optimizer": optimizer}
 
 
 def host_copy(value: Any) -> Any:

@@ -28,7 +28,8 @@ from torch.optim import Optimizer
 from zc import torch_private
 from zc.checkpoint.other_state import OTHER, TOGETHER, check_together, frozen_of, members_of
 from zc.checkpoint.shards import ReadOnly, ShardOf
-from zc.checkpoint.state import Owned, group_of, groups_of, others, owned, refuse_hidden, trained
+from zc.checkpoint.state import Owned, group_of, groups_of, is_extra_state, others, owned, refuse_hidden, trained
+from zc.checkpoint.text_keys import own_key, with_own_keys
 from zc.engine.memory_order import change_each, in_shape
 from zc.errors import CheckpointError, some
 from zc.optim.assignment import shape_of_state
@@ -43,13 +44,18 @@ Path = tuple[Any, ...]  # of a value in the nested state: keys and, in lists, nu
 
 
 def nested(items: Iterable[tuple[Path, Any]]) -> Any:
-    """The tree that has these leaves. DCP flattens dicts, and lists that contain tensors: their keys are numbers."""
+    """The tree that has these leaves, with the keys that it was saved with (`zc.checkpoint.text_keys`)."""
+    return with_own_keys(_tree(items))
+
+
+def _tree(items: Iterable[tuple[Path, Any]]) -> Any:
+    """The same with keys as DCP has them. It flattens dicts, and lists that contain tensors: their keys are numbers."""
     below: dict[Any, list[tuple[Path, Any]]] = {}
     for path, value in items:
         if not path:
             return value
         below.setdefault(path[0], []).append((path[1:], value))
-    tree = {key: nested(values) for key, values in below.items()}
+    tree = {key: _tree(values) for key, values in below.items()}
     return [tree[key] for key in sorted(tree)] if tree and all(isinstance(key, int) for key in tree) else tree
 
 
@@ -91,7 +97,7 @@ class Target:
         items: dict[Any, dict[Any, list[tuple[Path, Any]]]] = {}
         for (name, key, *deeper), value in self.under(*prefix):
             items.setdefault(name, {}).setdefault(key, []).append((tuple(deeper), value))
-        return {name: {key: nested(values) for key, values in by_key.items()} for name, by_key in items.items()}
+        return {name: {own_key(key): nested(at) for key, at in by_key.items()} for name, by_key in items.items()}
 
     def by_string(self, one: ShardedOptimizer) -> dict[str, Any]:
         """What ``one`` kept under strings, on this rank or on rank 0."""
@@ -142,7 +148,7 @@ def add_model(target: Target, model: nn.Module, sharded_model: ShardedModel, ent
                 target.add(path, _part(target.where, own, value, own.dtype))
         elif name in rest:  # and no second name of a tied weight
             current = rest[name]
-            if isinstance(current, Tensor):
+            if isinstance(current, Tensor) and not is_extra_state(name):
                 check_tensor(target.where, text, value, tuple(current.shape), current.dtype)
             target.add(path, _whole(value))
 
@@ -318,7 +324,7 @@ def commit(model: nn.Module, sharded_model: ShardedModel, target: Target) -> Non
     for (name, *deeper), value in target.under("model"):
         if name in mine:
             mine[name].write(value.local)
-        elif isinstance(rest.get(name), Tensor):
+        elif isinstance(rest.get(name), Tensor) and not is_extra_state(name):
             rest[name].copy_(value)
         else:
             extra_states.append(((name, *deeper), value))
