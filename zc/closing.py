@@ -36,13 +36,19 @@ def close(model: nn.Module) -> None:
         RankMismatchError, RankLostError: not all ranks have called it. Everything on this rank is closed except the
             groups.
         CheckpointError: the pending save has failed; nothing has changed.
+        ZcError: it was called inside `whole_parameters` of sharded weights; nothing has changed.
     """
     unlock_dropped()
     compiled = COMPILED.get(model)
     if compiled is None:
         return
-    finish_pending(compiled)
     runtime = compiled.runtime
+    if runtime.weights.is_held_whole:
+        raise ZcError(
+            "zc.close was called inside `with zc.whole_parameters(model)`, which at its end writes the shards that "
+            "zc.close releases: leave it before you close the model"
+        )
+    finish_pending(compiled)
     try:
         with contextlib.suppress(ZcError):  # of a step that was given up
             runtime.clear(set_to_none=True)  # after a backward that raised here, others wait for the agreed reductions

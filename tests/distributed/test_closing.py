@@ -26,7 +26,7 @@ from oracle import weights
 from tiers import FULL, full_only
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from training_runs import adamw, environment
+from training_runs import adamw, environment, message_of
 
 import zc
 
@@ -318,3 +318,29 @@ def _raises_and_idles(rank: int, world_size: int, folder: str) -> str:
 def test_a_program_that_stops_after_a_backward_that_raised_keeps_nobody_waiting(tmp_path: Path) -> None:
     text = run_ranks(_raises_and_idles, 2, str(tmp_path), timeout=60.0)[1]
     assert "RankLostError: rank 0" in text and "a backward raised there" in text and "zero_grad()" in text, text
+
+
+def _close_inside(rank: int, world_size: int, stage: int) -> tuple[str, bool, bool]:
+    """Job: what zc.close says inside zc.whole_parameters; whether the weights are what was written there; and whether
+    the model is plain after the next close."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    zc.compile(model, optimizer, backend="eager", stage=stage)
+    with zc.whole_parameters(model):
+        for param in model.parameters():
+            param.data.fill_(2.0)
+        _, said = message_of(lambda: zc.close(model))
+    if said:
+        model(torch.ones(2, 6)).sum().backward()
+        optimizer.zero_grad()
+        zc.close(model)
+    are_written = all(bool((param == 2.0).all()) for param in model.parameters())
+    return said, are_written, all(type(param) is nn.Parameter for param in model.parameters())
+
+
+@pytest.mark.parametrize(("stage", "words"), [(2, ""), (3, "leave it before you close the model")])
+def test_close_inside_whole_parameters_loses_no_weights(stage: int, words: str) -> None:
+    """In stage 3 the end of the block then wrote into shards that were gone, and left parameters without bytes."""
+    for said, are_written, are_plain in run_ranks(_close_inside, 2, stage):
+        assert said.endswith(words) and bool(said) == bool(words) and are_written and are_plain

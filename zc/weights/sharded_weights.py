@@ -188,6 +188,10 @@ class ShardedWeights(Weights):
     def is_unsharded(self) -> bool:
         return self.passes.is_unsharded
 
+    @property
+    def is_held_whole(self) -> bool:
+        return self.passes.is_unsharded
+
     def units(self, *, is_wanted: bool) -> Generator[dict[str, Tensor], None, None]:
         """A unit of what is sharded is a bucket, in memory that the next but one takes. All ranks gather them together:
         before each, they tell each other whether one still wants more. A rank that leaves the loop comes here by
@@ -491,10 +495,13 @@ class ModelPasses(Part):
                 leaf.register_hook(lambda _: begin())  # type: ignore[no-untyped-call]
 
     def begin_backward(self) -> None:
-        """Code that is compiled may run again (activation checkpointing), and finds plain parameters."""
+        """After a forward that may have broken, what was compiled beside the model's frame may run again (activation
+        checkpointing), and finds plain parameters, which are whole. Otherwise a backward has what it reads from `take`,
+        and hooks of the program find parameters that get their bytes when they are read."""
         if not self.is_unsharded and self._depth == 0 and self._task != torch_private.current_graph_task():
             self._task = torch_private.current_graph_task()
-            self.managed.release()
+            if self._is_trial:
+                self.managed.release()
             callback = partial(self.end_backward, self._task)
             torch_private.queue_callback(callback)
             # after a backward that raised, autograd drops the callback without a call
