@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from zc import torch_private
@@ -65,6 +66,12 @@ def check_module(model: nn.Module) -> None:
     for cls in type(model).__mro__:
         if cls.__name__ in _WRAPPERS:
             raise PlanError(f"model is wrapped in {type(model).__name__}: {_WRAPPERS[cls.__name__]}")
+    for name, module in model.named_modules():
+        if isinstance(module, DistributedDataParallel) and any(p.requires_grad for p in module.parameters()):
+            raise PlanError(
+                f"{name} is a DistributedDataParallel, which would average its parameters' gradients after zc has "
+                f"taken them: put the module inside it in its place, {name}.module"
+            )
 
 
 def check_model(model: nn.Module) -> dict[str, nn.Parameter]:

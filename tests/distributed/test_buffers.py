@@ -309,3 +309,34 @@ def test_a_buffer_that_one_rank_alone_has_written_is_named_on_all_ranks() -> Non
             assert "rank 0 has written a buffer between two updates, and rank 1 has written none" in text
         assert "mean was written between two updates" in other
         assert all("broadcast_buffers=False" in text for text in (alone, alone_twice, other))
+
+
+def _new_buffers(rank: int, world_size: int, how: str) -> list[list[float]]:
+    """Job: what the forward behind a change reads, of DDP and of zc. Ranks make values of their own, of one shape."""
+    seen = []
+    for wrap in (DistributedDataParallel, None):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+        model.register_buffer("number", torch.zeros(1))
+        optimizer = SGD(model.parameters(), lr=0.1)
+        if wrap is None:
+            zc.compile(model, optimizer, backend="eager")
+        net = model if wrap is None else wrap(model)
+        for step in range(2):
+            if step == 1 and how == "a new one":
+                model.register_buffer("added", torch.full((3,), float(rank)))
+            elif step == 1:
+                model.number = torch.full((3,), float(rank))
+            net(torch.ones(2, 4) * (1 + rank)).square().mean().backward()
+            last = model.added if how == "a new one" and step == 1 else model.number
+            optimizer.step()
+            optimizer.zero_grad()
+        seen.append(last.tolist())
+    return seen
+
+
+@pytest.mark.parametrize("how", ["a new one", "of another shape"])
+def test_a_buffer_that_is_new_is_rank_0s_in_the_next_forward(how: str) -> None:
+    """As with DDP: a mask that each rank drew was its own for one forward, so an update mixed two networks."""
+    for theirs, ours in run_ranks(_new_buffers, 2, how):
+        assert ours == theirs == [0.0] * 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ from models import mlp
 from training_runs import adamw
 
 from zc.config import Config
+from zc.engine.core import warn
 from zc.planning.packing import ParamSpec, make_plan
 from zc.planning.plan import Topology, flat
 from zc.prepare import Request, assign, notes_of
@@ -52,3 +54,13 @@ def test_one_hardware_queue_for_all_streams(monkeypatch: pytest.MonkeyPatch) -> 
     assert words not in notes(Topology(1, 2), device="cpu")
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
     assert words not in notes(Topology(1, 2))
+
+
+def test_a_note_breaks_nothing_where_warnings_are_errors(caplog: pytest.LogCaptureFixture) -> None:
+    """It raised on rank 0 alone, inside a backward or between an update's two halves, and the others waited."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn("zc: a note")
+    assert "zc: a note" in caplog.text
+    with pytest.warns(UserWarning, match="another note"):
+        warn("zc: another note")

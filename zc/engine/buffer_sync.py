@@ -123,10 +123,11 @@ class BufferSync:
         return {name: (weakref.ref(buffer), _version(buffer)) for name, buffer in self._named()}
 
     def _written(self) -> str:
-        """The first buffer that was written since all ranks had the same ones; "" for none. One of another shape or
-        dtype is refused at the boundary, if a parameter that was converted with it is not refused before."""
+        """The first buffer that was written since all ranks had the same ones, or is new, or has another shape; "" for
+        none. One of another dtype is refused at the boundary, if a parameter that was converted with it is not refused
+        before."""
         for name, buffer in self._named():
-            if self._shapes.get(name) != (tuple(buffer.shape), buffer.dtype):
+            if name in self._shapes and self._shapes[name][1] != buffer.dtype:
                 continue
             ref, version = self._as_they_were.get(name, (None, 0))
             if ref is None or ref() is not buffer or version != _version(buffer):

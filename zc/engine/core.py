@@ -22,6 +22,7 @@ from zc.engine.operations import Operations
 from zc.engine.param_checks import Names, Unset
 from zc.engine.program import Program, Segment, build
 from zc.engine.streams import Streams
+from zc.log import log
 from zc.passes.scheduling import scheduling
 from zc.planning.layout import Slot
 from zc.planning.plan import Bucket, Plan
@@ -178,7 +179,7 @@ class Core:
             return
         self.notes.append(note)
         if self.group.rank == 0:
-            warnings.warn(f"zc: {note}", stacklevel=3)
+            warn(f"zc: {note}")
             self.group.record_note(note)
         else:
             self._unsaid.append((self.ledger.num_steps, note))
@@ -189,7 +190,16 @@ class Core:
         while self._unsaid and self._unsaid[0][0] + 1 < self.ledger.num_steps:
             _, note = self._unsaid.pop(0)
             if not self.group.has_note(note):
-                warnings.warn(f"zc, rank {self.group.rank}, not rank 0: {note}", stacklevel=3)
+                warn(f"zc, rank {self.group.rank}, not rank 0: {note}")
+
+
+def warn(text: str) -> None:
+    """A warning at the caller's caller; where the program makes errors of warnings, a line in the log. A note breaks
+    nothing: one rank alone says it, and others wait for that rank."""
+    try:
+        warnings.warn(text, stacklevel=4)
+    except Warning:
+        log.warning("%s", text)
 
 
 T = TypeVar("T")
