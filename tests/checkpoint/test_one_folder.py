@@ -73,17 +73,19 @@ def _saves(rank: int, world_size: int, folder: Path) -> tuple[Said, list[str]]:
 def test_ranks_that_are_called_with_something_else(tmp_path: Path) -> None:
     """Each rank wrote a folder of its own, rank 0's became visible without the others' files, and ``keep`` removed the
     last good one. A bad ``keep`` on one rank was an error there alone, and its partner met the next save."""
-    save, load = "what zc.save was given differs between ranks: ", "what zc.load was given differs between ranks: "
+    path = f"path {tmp_path}"
     wanted = [
-        f"{save}rank 0 has path {tmp_path}/step_0, rank 1 has path {tmp_path}/step_1.",
-        f"{save}rank 0 has keep=1, rank 1 has keep=2.",
-        f"{save}rank 0 has keep=0, rank 1 has keep=1.",
-        f"{save}rank 0 has overwrite=True, rank 1 has overwrite=False.",
-        f"{save}rank 0 has asynchronous=True, rank 1 has asynchronous=False.",
-        f"{load}rank 0 has path {tmp_path}/good, rank 1 has path None.",
-        "was given differs between ranks: rank 0 has zc.save, rank 1 has zc.load.",
+        f"rank 0 has {path}/step_0, rank 1 has {path}/step_1.",
+        "rank 0 has keep=1, rank 1 has keep=2.",
+        "rank 0 has keep=0, rank 1 has keep=1.",
+        "rank 0 has overwrite=True, rank 1 has overwrite=False.",
+        "rank 0 has asynchronous=True, rank 1 has asynchronous=False.",
+        f"rank 0 has {path}/good, rank 1 has path None.",
+        "rank 0 has zc.save, rank 1 has zc.load.",
     ]
-    for said, names in run_ranks(_saves, 2, tmp_path):
+    results = run_ranks(_saves, 2, tmp_path)
+    assert results[0][0][0][1].startswith(f"zc.save with {path}/step_0 differs between ranks: ")
+    for said, names in results:
         for (kind, text), words in zip(said, wanted, strict=False):
             assert kind == "RankMismatchError" and words in text, (kind, text)
         assert [kind for kind, _ in said[len(wanted) :]] == ["ValueError", "TypeError"], said
@@ -202,6 +204,8 @@ def _beside(rank: int, world_size: int, folder: Path) -> tuple[str, str]:
             patch.setattr("zc.integrations.checkpoints.latest", lambda root: root / "0")
         said = message_of(lambda: load_beside(folder, "zc", model, optimizer))
     assert load_beside(folder, "zc", model, optimizer)
+    zc.close(model)
+    assert not load_beside(folder, "other", model, optimizer)
     return said
 
 

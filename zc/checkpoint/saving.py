@@ -55,7 +55,7 @@ class Channel:
         given, absolute = (f"path {name}" for name in _spellings(path))
         lines = [f"{name}={value!r}" for name, value in options.items()]
         self.group.same_everywhere(
-            f"what {call} was given",
+            f"{call} with {absolute}",
             [call, absolute, *lines],
             "Give all ranks the same: a name with a clock or a rank in it, or a zc.latest that one rank has called too "
             "early, differs. Choose it on rank 0 and broadcast it",

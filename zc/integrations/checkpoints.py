@@ -49,7 +49,9 @@ def load_beside(folder: str | Path, name: str, model: nn.Module, optimizers: Opt
     root = Path(folder) / name
     newest = latest(root.absolute())
     which = root if newest is None else root / newest.name
-    channel_of(sharded(model)).same_call("the load of the newest checkpoint of a folder", which)
+    sharded_model = COMPILED.get(model)
+    if sharded_model is not None:  # a closed model may load what programs without zc wrote
+        channel_of(sharded_model).same_call("the load of the newest checkpoint of a folder", which)
     if newest is not None:
         load(newest, model, optimizers)
     return newest is not None
