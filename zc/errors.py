@@ -28,7 +28,7 @@ class RaceError(ZcError):
 
 
 class RankMismatchError(ZcError):
-    """Ranks disagree about the model, the plan or the order of their reductions."""
+    """Ranks disagree about the model, the plan, the order of their reductions, or a checkpoint."""
 
 
 class RankLostError(ZcError):

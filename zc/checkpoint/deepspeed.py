@@ -36,10 +36,14 @@ def load_universal(path: str | Path, model: nn.Module, optimizer: Optimizers) ->
     Raises:
         CheckpointError: a parameter is missing, extra or of another size, or reading a file would run code from it.
             Nothing is changed.
+        RankMismatchError: ranks gave other paths, or see other files or step counts there. Nothing is changed.
     """
     sharded_model = synchronized(model, optimizer)
-    with channel_of(sharded_model).together(f"loading {path}"):
-        target = _target(Path(path), model, sharded_model)
+    channel = channel_of(sharded_model)
+    channel.same_call("zc.load_universal", path)
+    with channel.together(f"loading {path}"):
+        target, files = _target(Path(path), model, sharded_model)
+    channel.same_content(path, files)
     commit(model, sharded_model, target)
 
 
@@ -57,7 +61,8 @@ class _File(Stored):
         return own.part(own.part_of(value.reshape(own.slot.shape)).clone())
 
 
-def _target(path: Path, model: nn.Module, sharded_model: ShardedModel) -> Target:
+def _target(path: Path, model: nn.Module, sharded_model: ShardedModel) -> tuple[Target, list[str]]:
+    """And what tells this checkpoint from another one, without the values of its tensors."""
     folder, mine = path / "zero", trained(sharded_model)
     if not folder.is_dir():
         raise CheckpointError(f"{path} is no universal checkpoint: it has no folder zero")
@@ -65,10 +70,13 @@ def _target(path: Path, model: nn.Module, sharded_model: ShardedModel) -> Target
     seconds = model.state_dict(keep_vars=True).keys()  # frozen parameters, and a tied weight's second name
     refuse_other_model(model, str(path), mine.keys() - names, names - mine.keys() - seconds)
     entries: dict[tuple[Any, ...], Any] = {}
+    files: list[str] = []
     for name, own in mine.items():
         for file in sorted((folder / name).glob("*.pt")):
             is_step = file.stem == "step"
             value = torch.tensor(float(_read(file))) if is_step else _File(own.slot.shape, own.dtype, file)
+            content = f"the number {value.item()}" if isinstance(value, Tensor) else f"{file.stat().st_size} bytes"
+            files.append(f"{file.relative_to(folder)} with {content}")
             entries[("model", name) if file.stem == "fp32" else ("optimizer", "state", name, file.stem)] = value
     target = Target(str(path))
     add_model(target, model, sharded_model, entries)
@@ -78,7 +86,7 @@ def _target(path: Path, model: nn.Module, sharded_model: ShardedModel) -> Target
         for option, value in group.items():
             target.add(("optimizer", "param_groups", number, option), value)
     check_groups(sharded_model, target)
-    return target
+    return target, files
 
 
 def _read(file: Path) -> Any:

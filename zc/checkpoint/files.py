@@ -7,11 +7,13 @@ The format is DCP's own (`torch.distributed.checkpoint.FileSystemWriter`). Besid
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import math
 import os
 import pickle
+import shutil
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -55,8 +57,37 @@ class Writer(FileSystemWriter):
         return written
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """As DCP's, on rank 0. Raises CheckpointError unless all that ranks have written is in the folder here."""
+        for rank, written in enumerate(results):
+            self._check(rank, written)
         super().finish(metadata, results)
         self._write_sums(METADATA, [(0, (Path(self.path) / METADATA).stat().st_size)])
+
+    def _check(self, rank: int, written: Sequence[WriteResult]) -> None:
+        ends: dict[str, int] = {}
+        for result in written:
+            info = result.storage_data
+            ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
+        folder = Path(self.path)
+        for name, end in ends.items():
+            try:
+                nbytes = (folder / name).stat().st_size
+                (folder / f"{name}{SUMS}").stat()
+            except FileNotFoundError as error:
+                found = f"{error.filename} is missing"
+            else:
+                if nbytes >= end:
+                    continue
+                found = f"{folder / name} has {nbytes} bytes"
+            raise CheckpointError(
+                f"{found}, and rank {rank} has written {end} bytes of {name}: not all ranks see the folder "
+                f"{folder.parent}. Save into one that all machines share, by a name that all ranks take for the same. "
+                "This checkpoint is dropped, earlier ones stay"
+            )
+
+    def remove(self) -> None:
+        """Removes the folder, as this rank sees it."""
+        shutil.rmtree(self.path, ignore_errors=True)
 
     def _write_sums(self, name: str, items: Sequence[tuple[int, int]]) -> None:
         with open(Path(self.path) / name, "rb") as file:
@@ -77,14 +108,37 @@ def _crc32(file: io.BufferedReader, offset: int, length: int) -> int:
 
 
 class Reader(FileSystemReader):
-    """DCP's reader that runs no code from the folder, checks each chunk's checksum, and reads each chunk once."""
+    """DCP's reader that runs no code from the folder, checks each chunk's checksum, and reads each chunk once.
+
+    It reads ``.metadata`` once. ``digest`` is the SHA-256 of its bytes, in which DCP has a number of the save: two
+    saves of one model differ in it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._metadata: Metadata | None = None
+        self.digest = ""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        path = Path(self.path) / METADATA
+        if self._metadata is None:
+            raw = self._raw_metadata()
+            self._metadata, self.digest = self._unpickled(raw), _sha256(raw)
+        return self._metadata
+
+    def check_unchanged(self) -> None:
+        """Raises CheckpointError if the folder holds another checkpoint than when ``.metadata`` was read: what was read
+        meanwhile may be of both."""
+        if _sha256(self._raw_metadata()) != self.digest:
+            raise CheckpointError(f"{self.path} was overwritten while it was read: load it again")
+
+    def _raw_metadata(self) -> bytes:
         try:
-            raw = path.read_bytes()
+            return (Path(self.path) / METADATA).read_bytes()
         except FileNotFoundError:
             raise CheckpointError(f"{self.path} is no checkpoint: it has no .metadata file") from None
+
+    def _unpickled(self, raw: bytes) -> Metadata:
+        path = Path(self.path) / METADATA
         if self._has_sums(METADATA):
             self._compare(METADATA, 0, raw, METADATA, self._checksums(METADATA))
         try:
@@ -180,6 +234,10 @@ class Reader(FileSystemReader):
                 f"{self.path}/{name} is corrupted: the checksum of {what} (bytes {offset} to {offset + len(raw)}) is "
                 f"{actual}, {was}"
             )
+
+
+def _sha256(raw: bytes) -> str:
+    return hashlib.sha256(raw).hexdigest()
 
 
 def _place(info: Any) -> tuple[str, int]:

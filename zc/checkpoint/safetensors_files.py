@@ -80,12 +80,13 @@ def export(
             no weights. The folder then has none of them.
     """
     if isinstance(source, nn.Module):
-        return _export_model(Path(path), source, dtype, shard_nbytes)
+        return _export_model(path, source, dtype, shard_nbytes)
     return _export_checkpoint(Path(path), Path(source), dtype, shard_nbytes)
 
 
 def _export_checkpoint(path: Path, checkpoint: Path, dtype: torch.dtype | None, shard_nbytes: int) -> list[Path]:
-    metadata = Reader(checkpoint).read_metadata()
+    reader = Reader(checkpoint)
+    metadata = reader.read_metadata()
     weights = {
         key: entry
         for key, entry in metadata.state_dict_metadata.items()
@@ -97,17 +98,18 @@ def _export_checkpoint(path: Path, checkpoint: Path, dtype: torch.dtype | None, 
         for entries in _in_files(((key, _nbytes(weights[key], dtype), weights[key]) for key in weights), shard_nbytes):
             items: dict[str, Any] = {k: torch.empty(e.size, dtype=e.properties.dtype) for k, e in entries.items()}
             with checkpoint_errors(f"exporting {checkpoint}"):
-                dcp_load(items, storage_reader=Reader(checkpoint), no_dist=True)
+                dcp_load(items, storage_reader=reader, no_dist=True)
+            reader.check_unchanged()
             folder.write({key.removeprefix("model."): _cast(value, dtype) for key, value in items.items()})
         return folder.finish()
 
 
-def _export_model(path: Path, model: nn.Module, dtype: torch.dtype | None, shard_nbytes: int) -> list[Path]:
+def _export_model(path: str | Path, model: nn.Module, dtype: torch.dtype | None, shard_nbytes: int) -> list[Path]:
     sharded_model = sharded(model)
     channel, what = channel_of(sharded_model), f"exporting {type(model).__name__} to {path}"
     is_writer, files = sharded_model.runtime.group.rank == 0, list[Path]()
     with channel.together(what):
-        folder = _Folder(path) if is_writer else None
+        folder = _Folder(Path(path)) if is_writer else None
     with channel.together(what), contextlib.ExitStack() as stack:
         values = stack.enter_context(contextlib.closing(whole_values(model, is_wanted=is_writer)))
         if folder is None:
@@ -193,6 +195,9 @@ class StoredTensor(Stored):
     name: str
     start: int
 
+    def __str__(self) -> str:
+        return f"{self.name} ({self.dtype}, {self.shape}) at byte {self.start} of {self.path.name}"
+
     def read(self, first: int, stop: int) -> Iterator[tuple[int, Tensor]]:
         """(k, elements from ``first`` + k on), piece by piece."""
         step = max(1, _CHUNK_NBYTES // self.dtype.itemsize)
@@ -224,13 +229,16 @@ def load_pretrained(
         CheckpointError, on every rank: a name is missing, or the model lacks one; a shape differs; a file is missing
             or cut off; nothing has changed. Or a file can't be read to its end; the model then has a part of the
             values.
+        RankMismatchError: ranks gave other folders, or see other tensors or files there; nothing has changed.
     """
     sharded_model = sharded(model)
     synchronized(model, sharded_model.container)
     sharded_model.take_over_writes()
     channel, what = channel_of(sharded_model), f"loading {folder}"
+    channel.same_call("zc.load_pretrained", folder)
     with channel.together(what), checkpoint_errors(what):
         places = _match(model, sharded_model, Path(folder), rename)
+    channel.same_content(folder, [f"for {name}: {stored}" for name, (stored, _) in places.items()])
     sharded_model.runtime.weights.before_writes()
     with channel.together(what), torch.no_grad():
         for stored, target in sorted(places.values(), key=lambda pair: (str(pair[0].path), pair[0].start)):

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
@@ -89,13 +90,16 @@ def save(
 
     Raises:
         CheckpointError, on every rank: ``path`` exists (another job may have been first), the disk has no room,
-            something can't be written, or an asynchronous save failed (raised by ``wait`` or the next save).
+            something can't be written, rank 0 does not find what another rank has written (they don't share the
+            folder), or an asynchronous save failed (raised by ``wait`` or the next save).
+        RankMismatchError: ranks gave other paths or options. Nothing is written.
         RankLostError: a rank is gone, or stands still.
     """
-    path = Path(path).absolute()
     sharded_model = synchronized(model, optimizer)
     finish_pending(sharded_model)
     channel = channel_of(sharded_model)
+    channel.same_call("zc.save", path, keep=keep, overwrite=bool(overwrite), asynchronous=bool(asynchronous))
+    path = Path(path).absolute()
     if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
         raise ValueError(f"keep must be a whole number of at least 1, or None, got {keep!r}")
     rank = channel.group.rank
@@ -121,6 +125,9 @@ def save(
             dcp_save(tree, storage_writer=writer, planner=DefaultSavePlanner(), **channel.options)
             if folder is not None and not saving.is_given_up:
                 folder.make_visible(info, keep)
+        except CheckpointException:  # raised on every rank, and no rank writes any more
+            writer.remove()  # where the folder that this rank has filled is not rank 0's
+            raise
         finally:
             if folder is not None:
                 folder.close()
@@ -144,18 +151,22 @@ def load(path: str | Path, model: nn.Module, optimizer: Optimizers) -> Any:
     Raises:
         CheckpointError, on every rank: the checkpoint is missing, damaged, or of another model. Names the file or the
             parameters. The state is unchanged.
+        RankMismatchError: ranks gave other paths, or see other checkpoints under it. The state is unchanged.
     """
-    path = Path(path).absolute()
     sharded_model = synchronized(model, optimizer)
     finish_pending(sharded_model)
     channel = channel_of(sharded_model)
+    channel.same_call("zc.load", path)
+    path = Path(path).absolute()
     what, reader = f"loading {path}", Reader(path)
     with channel.together(what), checkpoint_errors(what):  # a damaged checkpoint raises anything
         target = make_target(model, sharded_model, reader.read_metadata(), str(path))
+    channel.same_content(path, [f"an index (.metadata) with the SHA-256 {reader.digest}"])
     planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
     read = channel.start(partial(dcp_load, target.items, storage_reader=reader, planner=planner, **channel.options))
     channel.group.wait_for(read, what)
     with channel.together(what), checkpoint_errors(what):
+        reader.check_unchanged()  # before the result: the read may have met anything then
         read.result()
         check_values(sharded_model, target)
         check_groups(sharded_model, target)

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import os
 import secrets
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -44,6 +45,31 @@ class Channel:
     def start(self, run: Callable[[], Any]) -> Call:
         return Call(run, self._device)
 
+    def same_call(self, call: str, path: object, **options: object) -> None:
+        """Raises RankMismatchError on every rank, unless all ranks make this ``call`` with one path and these options.
+
+        The path may be spelt in two ways on ranks with one working directory, as one that is relative and one that is
+        absolute. It may also be relative to working directories that differ, since machines may have the folder that
+        they share under different names. So this does not say that ranks see one folder: `same_content` and `Writer`
+        do."""
+        given, absolute = (f"path {name}" for name in _spellings(path))
+        lines = [f"{name}={value!r}" for name, value in options.items()]
+        self.group.same_everywhere(
+            f"{call} with {absolute}",
+            [call, absolute, *lines],
+            "Give all ranks the same: a name with a clock or a rank in it, or a zc.latest that one rank has called too "
+            "early, differs. Choose it on rank 0 and broadcast it",
+            instead=[call, given, *lines],
+        )
+
+    def same_content(self, where: object, lines: Sequence[str]) -> None:
+        """Raises RankMismatchError on every rank, unless all ranks have read these ``lines`` of ``where``."""
+        self.group.same_everywhere(
+            f"what {where} holds",
+            lines,
+            "Ranks don't see the same folder, or something has written it meanwhile. Nothing is loaded",
+        )
+
     def together(self, what: str) -> contextlib.AbstractContextManager[None]:
         """The body succeeds on all ranks, or raises on each: its own ZcError or TypeError where it raised one,
         CheckpointError with the text of the first such rank elsewhere."""
@@ -54,6 +80,13 @@ class Channel:
             return CheckpointError(f"{what} failed on rank {rank}: {text}")
 
         return self.group.together(error_of, what)
+
+
+def _spellings(path: object) -> tuple[str, str]:
+    """As it was given, and absolute. What is no path, such as the None of `latest`, is refused later, on all ranks."""
+    if not isinstance(path, str | os.PathLike):
+        return repr(path), repr(path)
+    return str(Path(path)), str(Path(path).absolute())
 
 
 _CHANNELS: weakref.WeakKeyDictionary[ShardedModel, Channel] = weakref.WeakKeyDictionary()

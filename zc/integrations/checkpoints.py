@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from zc.checkpoint.folders import latest
 from zc.checkpoint.save_load import load, load_state_dict, save
+from zc.checkpoint.saving import channel_of
 from zc.checkpoint.state import state_of, synchronized
 from zc.checkpoint.whole_state import gather_parts
 from zc.optim.assignment import Optimizers
@@ -43,8 +44,14 @@ def save_beside(folder: str | Path, name: str, model: nn.Module, optimizers: Opt
 
 
 def load_beside(folder: str | Path, name: str, model: nn.Module, optimizers: Optimizers) -> bool:
-    """Loads on all ranks. Returns False if a program without zc wrote the folder."""
-    newest = latest(Path(folder).absolute() / name)
+    """Loads on all ranks. Returns False if a program without zc wrote the folder. Raises RankMismatchError if ranks
+    gave other folders, or see another newest checkpoint there."""
+    root = Path(folder) / name
+    newest = latest(root.absolute())
+    which = root if newest is None else root / newest.name
+    sharded_model = COMPILED.get(model)
+    if sharded_model is not None:  # a closed model may load what programs without zc wrote
+        channel_of(sharded_model).same_call("the load of the newest checkpoint of a folder", which)
     if newest is not None:
         load(newest, model, optimizers)
     return newest is not None

@@ -377,14 +377,16 @@ class Control(Exchanges):
             self._process_groups.record_collective(self.control, work)
         return self._work(text, collective(work))
 
-    def same_everywhere(self, subject: str, lines: Sequence[str], advice: str) -> None:
+    def same_everywhere(
+        self, subject: str, lines: Sequence[str], advice: str, *, instead: Sequence[str] | None = None
+    ) -> None:
         """Raises RankMismatchError on every rank, naming the first line in which some rank differs from rank 0.
-        ``advice`` says what to do."""
+        ``advice`` says what to do. ``instead``: ranks that agree in these lines need not agree in the others."""
         if self.world_size == 1:
             return
-        digest = int.from_bytes(hashlib.sha256("\n".join(lines).encode()).digest()[:7], "big")
-        low, high = self.max_on_host([-digest, digest], subject)
-        if -low == high:
+        digests = [_digest(each) for each in (lines, instead) if each is not None]
+        largest = self.max_on_host([number for digest in digests for number in (-digest, digest)], subject)
+        if any(-low == high for low, high in zip(largest[::2], largest[1::2], strict=True)):
             return
         gathered = self.gather_objects(list(lines))
         for rank, theirs in enumerate(gathered):
@@ -396,6 +398,10 @@ class Control(Exchanges):
                         f"{subject} differs between ranks: rank 0 has {here}, rank {rank} has {there}. {advice}"
                     )
                     raise error if self.journal is None else self.journal.reported(error)
+
+
+def _digest(lines: Sequence[str]) -> int:
+    return int.from_bytes(hashlib.sha256("\n".join(lines).encode()).digest()[:7], "big")
 
 
 class _Open(NamedTuple):
