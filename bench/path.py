@@ -76,7 +76,7 @@ def make_step(system: str) -> Callable[[], None]:
 
 def folders_of(system: str) -> tuple[Path, ...]:
     if system == "FSDP2":
-        return (Path(torch.__file__).parent / "distributed" / "fsdp",)
+        return ((Path(torch.__file__).parent / "distributed" / "fsdp").resolve(),)
     return tuple((ROOT / name).resolve() for name in ("zc", "passes", "kernels"))
 
 

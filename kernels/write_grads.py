@@ -1,6 +1,7 @@
 """How gradients get into the flat buffer of their bucket: written, added, or computed where they belong.
 
-``flatten_cast``: the gradients of a bucket into its flat buffer, cast, by torch's own multi-tensor copy.
+``flatten_cast``: the gradients of a bucket into its flat buffer, cast, by torch's own multi-tensor copy. On a CPU that
+makes a view and a copy of each, so there one torch.cat takes those of the buffer's dtype: 0.03 ms, not 0.3, for 147.
 
 Bytes moved: each gradient read once, [P] written once. On an H200 a Triton kernel that filled all slots in one launch
 took 12 to 27 % less of the device's time (5 us of a bucket of 25 MiB), but the host 170 us in place of 19, since the
@@ -61,19 +62,23 @@ def flatten_cast(out: Tensor, grads: Sequence[Tensor], offsets: Sequence[int]) -
     """
     check_dtype("out", out, FLOATS)
     check_slots("out", out, grads, offsets)
-    # gaps are sources, too, so that one call cuts ``out``; zeros go only there (no memset of the whole)
+    # gaps are sources, too, so that one call fills or cuts ``out``; zeros go only there (no memset of the whole)
     sources: list[Tensor] = []
-    stop, zero = 0, None
+    stop, is_one_copy = 0, out.device.type == "cpu"
     for grad, offset in zip(grads, offsets, strict=True):
         if offset > stop:
-            zero = out.new_zeros(()) if zero is None else zero
-            sources.append(zero.expand(offset - stop))
-        if grad.numel() > 0:
+            sources.append(_zeros(out, offset - stop))
+        stop, numel = offset, grad.numel()
+        if numel > 0:
             sources.append(grad)
-        stop = offset + grad.numel()
+            stop += numel
+            is_one_copy = is_one_copy and grad.dtype == out.dtype and grad.is_contiguous()
     if stop < out.numel():
-        sources.append(out.new_zeros(()).expand(out.numel() - stop))
+        sources.append(_zeros(out, out.numel() - stop))
     if not sources:
+        return
+    if is_one_copy:
+        torch.cat([source if source.dim() == 1 else source.view(-1) for source in sources], out=out)
         return
     # a device copies tensors of one dtype that lie alike in one launch, and all others one by one
     alike: dict[tuple[torch.dtype, bool], tuple[list[Tensor], list[Tensor]]] = {}
@@ -83,6 +88,11 @@ def flatten_cast(out: Tensor, grads: Sequence[Tensor], offsets: Sequence[int]) -
         tensors.append(source)
     for views, tensors in alike.values():
         copy_all_(views, tensors)
+
+
+def _zeros(out: Tensor, numel: int) -> Tensor:
+    """[numel] of what ``out`` gets in a gap: the gap of an alignment is contiguous, a longer one takes no memory."""
+    return out.new_zeros(numel) if numel <= CHUNK else out.new_zeros(()).expand(numel)
 
 
 @without_grad

@@ -186,7 +186,8 @@ class TokenCounts:
         self._totals = [Totals()] * num_optimizers
         self._is_scaled = [False] * num_optimizers  # the gradients are the mean over tokens already
         self.is_in_backward = False  # one that is counted
-        self._scales: list[float | None] = []  # of the boundary that all ranks have come to
+        # by optimizer, of the boundary that all ranks have come to; empty where none of them has counted
+        self.scales: list[float | None] = []
 
     def grow(self, num_optimizers: int) -> None:
         """There are more optimizers now."""
@@ -242,12 +243,13 @@ class TokenCounts:
         """All ranks are at the boundary, with these ``rows``. Raises ZcError, on all of them, where a backward of some
         rank was not counted, or was twice; nothing has changed then."""
         by_rank = [[Totals(*each) for each in _ROW.iter_unpack(row)] for row in rows]
-        self._scales = [_scale([totals[k] for totals in by_rank]) for k in range(len(self._totals))]
+        scales = [_scale([totals[k] for totals in by_rank]) for k in range(len(self._totals))]
+        self.scales = [] if scales.count(None) == len(scales) else scales
 
     def take_scales(self) -> list[float | None]:
         """What the caller multiplies each optimizer's gradients by, once: the means over ranks become means over
         tokens. None: they stay."""
-        scales, self._scales = self._scales, []
+        scales, self.scales = self.scales, []
         for k, scale in enumerate(scales):
             if scale is not None:  # else a later microbatch may be counted, and these were not
                 self._totals[k], self._is_scaled[k] = Totals(), True

@@ -57,7 +57,6 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import torch
 from torch import Tensor
 
-from zc.log import log
 from zc.planning.allocations import Allocation, Lifetime, has_own_master, in_order, nbytes_of, of_bucket, shared
 from zc.planning.layout import Slot
 from zc.planning.plan import FIRST_FROZEN, Bucket, Plan
@@ -121,7 +120,7 @@ class Buffers:
         self.tables: Final = self._new_list()  # where blocks of encoded rows lie, as kernels read it
         self.num_skipped: Final = self._new_list()  # [1], at most: the steps that a GradScaler has left out
         # cached views of a bucket's gradient; `free` drops them, since a view keeps the memory alive
-        self.cuts: dict[int, dict[str, list[Tensor]]] = {}
+        self.cuts: dict[int, list[dict[str, Tensor]]] = {}
 
     def _new_list(self) -> list[Tensor]:
         self.all_tensors.append([])
@@ -436,7 +435,7 @@ class Accumulators:
         # The entries of one bucket belong to the operations on its accumulator, which the schedule orders. The issuing
         # thread uses them when it has joined the streams.
         self.state = [Acc.EMPTY] * len(plan.buckets)
-        self._spilled: set[int] = set()  # buckets whose reduced gradient was moved aside
+        self.spilled: set[int] = set()  # buckets whose reduced gradient was moved aside
         # slots of a partial sum that hold nothing yet: the schedule that emptied it fills them in place (stage 1)
         self.unfilled: list[set[int]] = [set() for _ in plan.buckets]
         self.num_reductions = Counter[int]()  # by bucket, since the last update
@@ -470,29 +469,11 @@ class Accumulators:
             acc[self.plan.buckets[bucket].slots[slot].offset : self.plan.buckets[bucket].slots[slot].stop] = 0
         self.unfilled[bucket].clear()
 
-    def start_reduction(self, bucket: int, sent: Tensor) -> None:
-        """Called before ``sent``, this rank's gradients [P], go to other ranks."""
-        log.debug("bucket %d: its reduction %d since the last step starts", bucket, self.num_reductions[bucket] + 1)
-        self.num_reductions[bucket] += 1
-        self.fill_with_zeros(bucket, sent)
-
-    def is_added_to(self, bucket: int) -> bool:
-        """Whether a mean is added to what the accumulator holds; in stage 1 the sum that was there has been sent."""
-        return self.plan.placement.shards_gradients and self.state[bucket] is not Acc.EMPTY
-
-    def end_reduction(self, bucket: int, out: Tensor) -> None:
-        """Called when ``out`` [S], this rank's shard of the accumulator, has the mean over ranks."""
-        self.landed[bucket] = False
-        if bucket in self._spilled:
-            self._spilled.discard(bucket)
-            out.add_(self.buffers.spill[bucket])
-        self.state[bucket] = Acc.REDUCED
-
     def move_aside(self, bucket: int, reduced: Tensor) -> Tensor:
         """Copies a reduced gradient, where microbatches were not declared (stage 1). Lifetime of the copy: the plan's,
         since the comm stream still reads it when the next backward has begun."""
         self.buffers.allocate_spill(self.plan.buckets[bucket], reduced.numel())
-        self._spilled.add(bucket)
+        self.spilled.add(bucket)
         return self.buffers.spill[bucket].copy_(reduced, non_blocking=True)
 
     def move(self, out: Tensor, tensor: Tensor, way: str) -> None:
@@ -520,7 +501,7 @@ class Accumulators:
                 for tensors in (self.buffers.host, self.buffers.acc):
                     if tensors:
                         tensors[bucket.index].zero_()
-            self._spilled.discard(bucket.index)
+            self.spilled.discard(bucket.index)
             for where in [where for where in self.assigned if where[0] == bucket.index]:
                 value = self.assigned.pop(where)
                 if not set_to_none:
@@ -536,7 +517,7 @@ class Accumulators:
         self.touched[bucket][slot] = self.touched[bucket][slot] and not set_to_none
         inside, _ = record.layout.shard_part(record.slots[slot], rank)
         accs = [tensors[bucket] for tensors in (self.buffers.host, self.buffers.acc) if tensors]
-        for tensor in (*accs, *([self.buffers.spill[bucket]] if bucket in self._spilled else ())):
+        for tensor in (*accs, *([self.buffers.spill[bucket]] if bucket in self.spilled else ())):
             if tensor.numel() == record.numel:
                 tensor[record.slots[slot].offset : record.slots[slot].stop] = 0
             else:

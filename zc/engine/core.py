@@ -111,7 +111,7 @@ class Core:
         self.compiled_segments: dict[str, list[tuple[Callable[[], bool], Segment]]] = {}
         self.ledger = Ledger()
         self.notes: list[str] = []  # fallbacks, and other things worth knowing, each once
-        self._unsaid: list[tuple[int, str]] = []  # on ranks above 0: with the number of the update
+        self.unsaid: list[tuple[int, str]] = []  # on ranks above 0: with the number of the update
         self.is_boundary = True  # False inside no_sync: this microbatch is not the last before an update
 
     @property
@@ -143,11 +143,9 @@ class Core:
         """The buckets whose weights are sharded."""
         return [bucket.index for bucket in self.plan.sharded]
 
-    def params_in(self, bucket: Bucket) -> Iterator[tuple[Slot, nn.Parameter]]:
+    def params_in(self, bucket: Bucket) -> list[tuple[Slot, nn.Parameter]]:
         """The parameters that lie in a bucket, without those that have left it."""
-        for slot in bucket.slots:
-            if not slot.is_left:
-                yield slot, self.placed[slot.name]
+        return [(slot, self.placed[slot.name]) for slot in bucket.slots if not slot.is_left]
 
     def check_names(self) -> None:
         """Raises ZcError if another parameter has replaced one of the plan's."""
@@ -182,13 +180,13 @@ class Core:
             warn(f"zc: {note}")
             self.group.record_note(note)
         else:
-            self._unsaid.append((self.ledger.num_steps, note))
+            self.unsaid.append((self.ledger.num_steps, note))
 
     def say_rest(self) -> None:
         """Called after each update. Warns of notes that rank 0 does not have, one update late: by then rank 0 has had
         the time to say them itself."""
-        while self._unsaid and self._unsaid[0][0] + 1 < self.ledger.num_steps:
-            _, note = self._unsaid.pop(0)
+        while self.unsaid and self.unsaid[0][0] + 1 < self.ledger.num_steps:
+            _, note = self.unsaid.pop(0)
             if not self.group.has_note(note):
                 warn(f"zc, rank {self.group.rank}, not rank 0: {note}")
 

@@ -58,20 +58,15 @@ class Deposits:
     ) -> None:
         self.streams, self._passes, self._accs, self._dump_dir = streams, passes, accs, dump_dir
         self._graphs = GRAPHS if landing is None else {**GRAPHS, "land": landing}
-        self._deposits: dict[int, dict[int, _Deposit]] = {}  # by bucket and slot
+        self.kept: dict[int, dict[int, _Deposit]] = {}  # by bucket, if it has any, and slot
         self._programs: dict[tuple[str, int, bool], Program] = {}
         self.reduced: set[int] = set()  # buckets that this backward has reduced, compiled graphs included
 
     # --- deposits ---
 
-    @property
-    def buckets(self) -> set[int]:
-        """The buckets that have a deposit."""
-        return set(self._deposits)
-
     def add(self, bucket: Bucket, slot: int, grad: Tensor) -> None:
         """Called on the stream that made ``grad``."""
-        deposits = self._deposits.setdefault(bucket.index, {})
+        deposits = self.kept.setdefault(bucket.index, {})
         grad = grad.detach()
         if slot in deposits:  # the sum is in fp32, so that the second gradient is not rounded
             self._wait_for(deposits[slot])
@@ -84,7 +79,7 @@ class Deposits:
         for bucket in plan.buckets:
             if bucket.index in self.reduced or not bucket.num_params:
                 continue
-            if len(self._deposits.get(bucket.index, ())) < bucket.num_params:
+            if len(self.kept.get(bucket.index, ())) < bucket.num_params:
                 break
             complete.append(bucket.index)
         return complete
@@ -92,7 +87,7 @@ class Deposits:
     def clone(self) -> None:
         """Copies deposits that outlive their backward: one may be a tensor of the caller (``backward(gradient=...)``),
         who may write it after."""
-        for deposits in self._deposits.values():
+        for deposits in self.kept.values():
             self._wait_for(*deposits.values())
             for slot, deposit in deposits.items():
                 deposits[slot] = _Deposit(deposit.grad.clone(), self.streams.mark())
@@ -103,19 +98,19 @@ class Deposits:
 
     def clear(self) -> None:
         """Drops what a backward that raised has deposited and reduced so far."""
-        self._deposits.clear()
+        self.kept.clear()
         self.reduced.clear()
 
     def drop(self, bucket: int, slot: int) -> None:
         """Drops the gradient of one slot. The bucket is still reduced, with zeros."""
-        self._deposits.get(bucket, {}).pop(slot, None)
+        self.kept.get(bucket, {}).pop(slot, None)
 
     def drop_bucket(self, bucket: int, *, set_to_none: bool) -> None:
         """Drops all gradients of a bucket. It is still reduced, with zeros, unless ``set_to_none``."""
         if set_to_none:
-            self._deposits.pop(bucket, None)
-        elif bucket in self._deposits:
-            self._deposits[bucket] = {}
+            self.kept.pop(bucket, None)
+        elif bucket in self.kept:
+            self.kept[bucket] = {}
 
     # --- schedules of single buckets ---
 
@@ -127,7 +122,7 @@ class Deposits:
     def flush(self, plan: Plan, index: int, *, is_boundary: bool, may_reduce: MayReduce | None) -> None:
         """Writes the deposits of one bucket, and reduces it where ``may_reduce`` agrees. A slot without a deposit gets
         zeros. ``is_boundary``: this may be the last microbatch before an update."""
-        bucket, deposits = plan.buckets[index], self._deposits.pop(index, {})
+        bucket, deposits = plan.buckets[index], self.kept.pop(index, {})
         self._wait_for(*deposits.values())
         grads = [deposits[slot].grad if slot in deposits else None for slot in range(len(bucket.slots))]
         del deposits  # the schedule frees each gradient at its last use

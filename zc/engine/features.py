@@ -61,7 +61,7 @@ class Updater:
 
     def after(self, changed: tuple[int, ...]) -> None:
         """Called after that step. Brings the new weights to the model."""
-        self.publish(changed)
+        self.runtime.weights.publish(changed)
 
     def publish(self, changed: tuple[int, ...]) -> None:
         """Brings to the model what a method of the class has written into the masters of these buckets."""

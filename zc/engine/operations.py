@@ -110,9 +110,10 @@ def _present(accs: Accumulators, bucket: Bucket, slots: Sequence[int], grads: Gr
     present, offsets = [], []
     for k, grad in zip(slots, grads, strict=True):
         if grad is not None:
+            slot = layout[k]
             touched[k] = True
-            present.append(in_order(grad, layout[k]))
-            offsets.append(layout[k].offset)
+            present.append(grad if slot.order is None else in_order(grad, slot))
+            offsets.append(slot.offset)
     return present, offsets
 
 
@@ -144,25 +145,35 @@ def _sent(accs: Accumulators, bucket: int, src: str, hop: int) -> Tensor:
     record = accs.plan.buckets[bucket]
     if hop > 0:
         return accs.buffers.inner_sum(src, record, hop - 1)
+    accs.num_reductions[bucket] += 1
+    log.debug("bucket %d: its reduction %d since the last step starts", bucket, accs.num_reductions[bucket])
     grads = accs.buffers.named(src, record)
-    accs.start_reduction(bucket, grads)
+    if accs.unfilled[bucket]:
+        accs.fill_with_zeros(bucket, grads)
     return grads
 
 
 def _sum_into(accs: Accumulators, bucket: int, dst: str, hop: int) -> Sum:
-    """The last hop adds the mean over all ranks to this rank's shard of an accumulator. Others leave the sum of some
-    ranks' gradients at the start of ``dst``, in float16 their mean."""
+    """The last hop adds the mean over all ranks to what this rank's shard of an accumulator holds; in stage 1 the sum
+    that was there has been sent. Others leave the sum of some ranks' gradients at the start of ``dst``, in float16
+    their mean."""
     plan, record = accs.plan, accs.plan.buckets[bucket]
     scale = plan.hops[hop].scale
     if hop < len(plan.hops) - 1:
         return Sum(accs.buffers.inner_sum(dst, record, hop), scale)
     out = accs.buffers.shard(accs.buffers.named(dst, record), record)
-    return Sum(out, scale, accs.is_added_to(bucket))
+    return Sum(out, scale, plan.placement.shards_gradients and accs.state[bucket] is not Acc.EMPTY)
 
 
 def _end_hop(accs: Accumulators, bucket: int, total: Sum, hop: int) -> None:
-    if hop == len(accs.plan.hops) - 1:
-        accs.end_reduction(bucket, total.out)
+    """After the last hop this rank's shard of the accumulator has the mean over ranks, and what was moved aside."""
+    if hop < len(accs.plan.hops) - 1:
+        return
+    accs.landed[bucket] = False
+    if bucket in accs.spilled:
+        accs.spilled.discard(bucket)
+        total.out.add_(accs.buffers.spill[bucket])
+    accs.state[bucket] = Acc.REDUCED
 
 
 # --- host memory ---

@@ -78,7 +78,7 @@ class Program:
         operations = self.operations if may_reduce is None else self.operations.reducing_if(may_reduce)
         operations = operations if buckets is None else operations.on_buckets(buckets)
         self._run(0, values, streams, operations)
-        return tuple(values[item.name] if isinstance(item, fx.Node) else item for item in self.outputs)
+        return tuple([values[item.name] if isinstance(item, fx.Node) else item for item in self.outputs])
 
     def run_piece(self, number: int, streams: Streams) -> None:
         """Runs one piece of a schedule that gets nothing and returns nothing."""

@@ -86,6 +86,7 @@ class Runtime(Core):
         self.agreement = features.make_agreement(self.accumulators, group)
         on_device = any(bucket.device.type != "cpu" for bucket in self.plan.buckets)
         self.backwards = Backwards(weakly(self._drop_failed), drops_late=on_device)
+        self._begin_outer = weakly(self.begin_backward)  # of a backward around the one that brings the first gradient
         passes = features.pipelines
         self.deposits = Deposits(streams, passes.backward, self.accumulators, config.dump_dir, passes.landing)
         group.set_plan(self.plan)
@@ -186,7 +187,7 @@ class Runtime(Core):
         if (is_told and counts.is_in_backward) or (program is not None and not program.gradients):
             return
         # An outer backward announces an inner one: on other ranks it may have brought something before the inner one.
-        if self.backwards.defer_to_outer(weakly(self.begin_backward)):
+        if self.backwards.defer_to_outer(self._begin_outer):
             return
         if not counts.is_in_backward:
             counts.begin_backward()
@@ -208,7 +209,8 @@ class Runtime(Core):
         outputs = program(args, self.streams, self.agreement.permission(program.reductions))
         if program.plan.reduces:
             self.deposits.reduced |= program.buckets
-        self._flush_complete()
+        if self.deposits.kept:
+            self._flush_complete()
         return outputs
 
     def _post_accumulate_grad(self, bucket: int, slot: int, param: nn.Parameter) -> None:
@@ -253,16 +255,17 @@ class Runtime(Core):
         """Autograd's final callback. Deposits of incomplete buckets are written, with zeros where no gradient came."""
         reduces = self.plan.placement.shards_gradients
         if not reduces:  # stage 1 has room for a partial sum
-            self._flush(sorted(self.deposits.buckets), reduce=False)
+            self._flush(sorted(self.deposits.kept), reduce=False)
         if reduces and self.agreement.differs():
             self.say_once(
                 "ranks were to reduce other buckets in one backward, or have other numbers of backwards: the gradients "
                 "of such a backward are whole to its end, or to the update, as without ZeRO-2"
             )
-        self._reduce(self.agreement.rest(self.deposits.buckets), is_boundary=self.is_boundary)
+        self._reduce(self.agreement.rest(self.deposits.kept), is_boundary=self.is_boundary)
         self.deposits.reduced.clear()
-        self._reduce(self.agreement.end(self.deposits.buckets), is_boundary=self.is_boundary)
-        self.deposits.clone()
+        self._reduce(self.agreement.end(self.deposits.kept), is_boundary=self.is_boundary)
+        if self.deposits.kept:
+            self.deposits.clone()
         self.agreement.token_counts.end_backward()
         if self.config.backend != "eager" and not self.programs:
             self.say_once("nothing of the model was compiled: every gradient came in through its parameter's hook")
@@ -330,7 +333,8 @@ class Runtime(Core):
             return
         had_grad = self.agreement.has_grad
         is_alone = self._meet_ranks(by_grad=by_grad, is_last=True)
-        self._divide_by_tokens()
+        if self.agreement.token_counts.scales:
+            self._divide_by_tokens()
         self._phase = Phase.READ if is_alone else Phase.FINAL
         # a rank without a backward may have gradients now, too, and may drop them
         self.listener.gradients_ready(are_shown=self.agreement.has_grad == had_grad)
@@ -372,16 +376,17 @@ class Runtime(Core):
             raise
         if self.buffer_sync is not None:
             self.buffer_sync.receive_all()
-        self._land()
-        self.wait_for_host_memory()
-        self.accumulators.put_assigned(add=True)
+        if self.plan.offload is not None:
+            if not self.plan.offload.accumulates_on_host:
+                self._land()
+            self.wait_for_host_memory()
+        if self.accumulators.assigned:
+            self.accumulators.put_assigned(add=True)
         return is_alone
 
     def _land(self) -> None:
         """With offload: copies gradients to host memory that no schedule of a backward has copied, those of
         microbatches in no_sync and of incomplete buckets."""
-        if self.plan.offload is None or self.plan.offload.accumulates_on_host:
-            return
         for bucket in self.plan.buckets:
             if self.accumulators.state[bucket.index] is not Acc.EMPTY and not self.accumulators.landed[bucket.index]:
                 self.deposits.land(self.plan, bucket.index)
@@ -391,14 +396,15 @@ class Runtime(Core):
         """Returns once all ranks are at the boundary, and what some rank had yet to reduce is reduced: whether no rank
         had a backward since the last boundary."""
         partial_sums = {bucket for bucket, state in enumerate(self.accumulators.state) if state is Acc.PARTIAL}
-        unreduced = partial_sums | self.deposits.buckets
+        unreduced = partial_sums.union(self.deposits.kept)
         buckets, is_alone = self.agreement.boundary(unreduced, by_grad=by_grad, is_last=is_last)
-        try:
-            self._reduce(buckets, is_boundary=True)
-            self.streams.join_main()
-        except Exception:
-            self._note_failure()
-            raise
+        if buckets:  # without any, no stream has got a task since they were joined
+            try:
+                self._reduce(buckets, is_boundary=True)
+                self.streams.join_main()
+            except Exception:
+                self._note_failure()
+                raise
         return is_alone
 
     def _reduce(self, buckets: Sequence[int], *, is_boundary: bool) -> None:
@@ -417,7 +423,7 @@ class Runtime(Core):
         may hold a part of a backward that raised."""
         flags = self.agreement.has_grad
         cleared, assigned = self._changes()
-        if is_boundary:
+        if is_boundary and (assigned or self.frozen):
             names = [self.plan.buckets[bucket].slots[slot].name for bucket, slot in assigned]
             with torch_private.without_torch_function():
                 param_checks.check({name: self.params[name] for name in names}, self.frozen, self.listener.is_value)
@@ -433,9 +439,10 @@ class Runtime(Core):
             )
         if cleared:
             self.drop(cleared, set_to_none=True)
-        if self.agreement.token_counts.has_any and not self.is_finished:
-            self._refuse_assigned(assigned)
-        self._take_values(assigned)
+        if assigned:
+            if self.agreement.token_counts.has_any and not self.is_finished:
+                self._refuse_assigned(assigned)
+            self._take_values(assigned)
 
     def _refuse_assigned(self, assigned: Sequence[Where]) -> None:
         """The boundary would divide what was assigned by the tokens, too."""
@@ -513,7 +520,7 @@ class Runtime(Core):
         self.streams.hand_to_main(self.buffers.gradients(buckets) if set_to_none else ())
         if not set_to_none:
             self.wait_for_host_memory()
-        for bucket in buckets:
+        for bucket in buckets if self.deposits.kept else ():
             self.deposits.drop_bucket(bucket.index, set_to_none=set_to_none)
         if len(buckets) == len(self.plan.buckets):  # with all gradients, those of a backward that raised are dropped
             self.backwards.clear()
@@ -551,7 +558,8 @@ class Runtime(Core):
             uncompiled = self.ledger.uncompiled(self.programs, self.plan.buckets, self.outside_blocks)
             if uncompiled:
                 self.say_once(uncompiled)
-        self.say_rest()
+        if self.unsaid:
+            self.say_rest()
         log.debug("step %d is done", self.ledger.num_steps)
 
     def install_hooks(self, buckets: Sequence[Bucket]) -> None:
@@ -636,7 +644,7 @@ class Backwards:
     def await_drops(self) -> None:
         """Outside of a backward, none can run: waits until autograd has dropped the callbacks of those that raised.
         Returns at once where there are none. The limit is for a program that runs a backward in another thread."""
-        if not self._drops_late or not self._callbacks or torch_private.current_graph_task() != -1:
+        if not self._drops_late or torch_private.current_graph_task() != -1:
             return
         end = time.monotonic() + DROPPED_S
         while any(callback() is not None for callback in self._callbacks.values()) and time.monotonic() < end:
@@ -679,6 +687,7 @@ def drop_failed() -> None:
     """Called before a backward and an update: drops the gradients of backwards that raised, in any model of this
     process. A rank that had begun to reduce in such a model waits there for this one, and comes nowhere else."""
     for backwards in list(_OF_ALL_MODELS.values()):
-        backwards.await_drops()
-        if backwards.has_raised():
-            backwards._drop_failed()
+        if backwards.is_any_open:
+            backwards.await_drops()
+            if backwards.has_raised():
+                backwards._drop_failed()

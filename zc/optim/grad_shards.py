@@ -75,8 +75,7 @@ class GradShards:
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
         self._where: dict[str, tuple[int, int]] = {}  # bucket and slot
-        # by bucket and name: elements of S
-        self._parts: dict[int, dict[str, tuple[int, int, Slot]]] = {}
+        self._cuts: dict[int, _Cut] = {}  # by bucket
         # numbers [touched parameters] fp64 of all gradients, since the gradients last changed
         self._numbers: dict[tuple[Formula, Reduction], Tensor] = {}
         self._number_of: dict[tuple[Formula, Reduction, torch.dtype], dict[str, Tensor]] = {}  # the same by name, 0-d
@@ -84,36 +83,27 @@ class GradShards:
         self.num_changes = 0  # of any gradient
         self.optimizers: list[Optimizer] = []  # the caller's
         # values that were assigned to param.grad, by name, until that gradient changes or is cleared
-        self._taken: dict[str, weakref.ref[ShardedValue]] = {}
+        self.taken: dict[str, weakref.ref[ShardedValue]] = {}
         self.unscaled: set[int] = set()  # numbers of optimizers whose gradients a GradScaler has unscaled, before step
 
     def adopt(self, buckets: Sequence[Bucket]) -> None:
-        """Adds the parameters of these buckets. This rank's part of each is elements [start, stop) of the bucket's
-        shard."""
+        """Adds the parameters of these buckets."""
         self._where = self.runtime.plan.slot_of()
         for bucket in buckets:
-            rank = self.runtime.group.shard.rank
-            parts = self._parts.setdefault(bucket.index, {})
-            for slot in bucket.slots:
-                inside, _ = bucket.layout.shard_part(slot, rank)
-                if inside.start < inside.stop:
-                    parts[slot.name] = inside.start, inside.stop, slot
+            self._cuts[bucket.index] = _Cut(bucket, self.runtime.group.shard.rank)
 
-    def of(self, bucket: Bucket) -> dict[str, list[Tensor]]:
-        """Views of this rank's parts of the gradients, by parameter name; the accumulator must be allocated. A part has
-        one view, or two where both device and host have an accumulator; the update reads the first. Views are made once
-        and last as long as the accumulator."""
-        cuts = self.runtime.buffers.cuts
-        if bucket.index not in cuts:
-            shards = self.runtime.buffers.acc_copies(bucket)
-            parts = self._parts.get(bucket.index, {})
-            by_shard = [_cut(shard, list(parts.values())) for shard in shards]
-            cuts[bucket.index] = dict(zip(parts, (list(copies) for copies in zip(*by_shard, strict=True)), strict=True))
-        return cuts[bucket.index]
+    def of(self, bucket: Bucket) -> list[dict[str, Tensor]]:
+        """Views of this rank's parts of the gradients, by parameter name; the accumulator must be allocated. There are
+        views of it, or of two where both device and host have one; the update reads the first. Views are made once and
+        last as long as the accumulator."""
+        views = self.runtime.buffers.cuts
+        if bucket.index not in views:
+            views[bucket.index] = list(map(self._cuts[bucket.index].views, self.runtime.buffers.acc_copies(bucket)))
+        return views[bucket.index]
 
     def copies(self, name: str) -> list[Tensor]:
         """The views of one parameter's part, as `of` has them; empty where this rank owns no element of it."""
-        return self.of(self.runtime.plan.buckets[self._where[name][0]]).get(name, [])
+        return [views[name] for views in self.of(self._bucket(name)) if name in views]
 
     def part(self, name: str, *, is_owned: bool = False) -> Part:
         """This rank's elements of a parameter: those of its gradient, or those that this rank updates."""
@@ -178,8 +168,9 @@ class GradShards:
     def drop_norms(self, name: str | None = None) -> None:
         """To be called wherever a gradient changes: that of ``name``, or any."""
         self.forget_numbers()
-        for value in self.forget_taken([name] if name is not None else list(self._taken)):
-            value.is_stale = True
+        if self.taken:
+            for value in self.forget_taken([name] if name is not None else list(self.taken)):
+                value.is_stale = True
 
     # --- values that are assigned to param.grad ---
 
@@ -189,7 +180,7 @@ class GradShards:
         self.forget_taken([name])
         self.forget_numbers()
         local = value.local
-        value.is_taken, self._taken[name] = True, weakref.ref(value)
+        value.is_taken, self.taken[name] = True, weakref.ref(value)
         return local
 
     def write_taken(self, value: ShardedValue) -> None:
@@ -201,7 +192,7 @@ class GradShards:
     def forget_taken(self, names: Iterable[str]) -> list[ShardedValue]:
         """These gradients change or were cleared: values that were assigned to them are values of their own again.
         Returns those that somebody still has."""
-        refs = [self._taken.pop(name, None) for name in names] if self._taken else []
+        refs = [self.taken.pop(name, None) for name in names]
         values = [value for ref in refs if ref is not None and (value := ref()) is not None]
         for value in values:
             value.is_taken = False
@@ -283,10 +274,8 @@ class GradShards:
 
     def _part(self, bucket: Bucket, name: str) -> Tensor:
         """[n]: what this rank owns of one gradient, on the device where the update reads it; n may be 0."""
-        copies = self.of(bucket).get(name)
-        if not copies:
-            return self.runtime.buffers.acc_shard(bucket)[:0]
-        return flattened(copies[0], self._parts[bucket.index][name][2])
+        view = self.of(bucket)[0].get(name)
+        return self.runtime.buffers.acc_shard(bucket)[:0] if view is None else flattened(view, self._slot(name))
 
     def _is_touched(self, name: str) -> bool:
         bucket, k = self._where[name]
@@ -356,11 +345,11 @@ class GradShards:
             num_skipped.append(torch.zeros_like(infinite))
         num_skipped[0] += infinite - before  # it is called once for each dtype, with one ``found_inf``
 
-    def say_if_skipped(self, optimizer: int) -> None:
-        """Called when an optimizer's gradients are cleared. Unscaled gradients that no step used were probably not
-        finite. Only then is it worth waiting for the device to check."""
-        if optimizer in self.unscaled:
-            self.unscaled.discard(optimizer)
+    def say_if_skipped(self, optimizers: Iterable[int]) -> None:
+        """Called when the gradients of these optimizers are cleared. Unscaled gradients that no step used were probably
+        not finite. Only then is it worth waiting for the device to check."""
+        if not self.unscaled.isdisjoint(optimizers):
+            self.unscaled.difference_update(optimizers)
             self.say_skipped()
 
     def say_skipped(self) -> None:
@@ -374,16 +363,32 @@ class GradShards:
         self.runtime.receive(*self._where[name], grad)
 
 
-def _cut(shard: Tensor, parts: Sequence[tuple[int, int, Slot]]) -> list[Tensor]:
-    """Views [start, stop) of ``shard`` [S], `in_shape` of their slots; parts ascend and are disjoint. One call into C++
-    cuts all, in place of two a part: a model has hundreds."""
-    sizes: list[int] = []
-    places, at = [], 0
-    for start, stop, _ in parts:
-        if start > at:
-            sizes.append(start - at)
-        places.append(len(sizes))
-        sizes.append(stop - start)
-        at = stop
-    cut = shard.split_with_sizes([*sizes, shard.numel() - at])
-    return [in_shape(cut[k], slot) for k, (_, _, slot) in zip(places, parts, strict=True)]
+class _Cut:
+    """How one rank's shard [S] of a bucket is cut into its parts of the gradients. One call into C++ cuts all: a model
+    has hundreds, and each update cuts them anew."""
+
+    def __init__(self, bucket: Bucket, rank: int) -> None:
+        self._names: list[str] = []  # of the parts, and "" for each gap between two and the rest, in order
+        self._sizes: list[int] = []
+        self._shaped: list[Slot] = []  # those whose parts are not 1-D
+        at = 0
+        for slot in bucket.slots:
+            inside, _ = bucket.layout.shard_part(slot, rank)
+            if inside.start == inside.stop:
+                continue
+            self._names += ["", slot.name] if inside.start > at else [slot.name]
+            self._sizes += [inside.start - at] if inside.start > at else []
+            self._sizes.append(inside.stop - inside.start)
+            if inside.stop - inside.start == slot.numel and len(slot.shape) != 1:
+                self._shaped.append(slot)
+            at = inside.stop
+        self._names.append("")
+        self._sizes.append(bucket.layout.numel_shard - at)
+
+    def views(self, shard: Tensor) -> dict[str, Tensor]:
+        """The parts, by parameter name, each `in_shape` of its slot."""
+        views = dict(zip(self._names, shard.split_with_sizes(self._sizes), strict=True))
+        del views[""]
+        for slot in self._shaped:
+            views[slot.name] = in_shape(views[slot.name], slot)
+        return views

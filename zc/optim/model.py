@@ -110,21 +110,21 @@ class ShardedModel(Listener):
 
     def gradients_cleared(self, optimizer: int | None) -> None:
         """Inside a backward, autograd may be adding to a ``param.grad``, so there they are cleared at its end."""
-        for each in self.optimizers if optimizer is None else [self.optimizers[optimizer]]:
-            self.grad_shards.say_if_skipped(each.number)
-        is_outside, names = torch_private.current_graph_task() == -1, list[str]()
-        with torch_private.without_torch_function():  # faster: parameters may be watched (weights/param.py)
-            for bucket in self.runtime.plan.of_optimizer(optimizer):
-                for slot, param in self.runtime.params_in(bucket):
-                    names.append(slot.name)
-                    if is_outside:
-                        param.grad = None
+        if self.grad_shards.unscaled:
+            self.grad_shards.say_if_skipped(range(len(self.optimizers)) if optimizer is None else [optimizer])
+        buckets = self.runtime.plan.of_optimizer(optimizer)
+        names = [slot.name for bucket in buckets for slot in bucket.slots if not slot.is_left]
+        if torch_private.current_graph_task() == -1:
+            with torch_private.without_torch_function():  # faster: parameters may be watched (weights/param.py)
+                for name in names:
+                    self.runtime.params[name].grad = None
         self.gradients_dropped(names)
 
     def gradients_dropped(self, names: Sequence[str]) -> None:
         """Also makes a new ShardedGrad in place of one that the caller still holds, or that has a history of autograd:
         the old one must not show the next gradient."""
-        self.grad_shards.forget_taken(names)
+        if self.grad_shards.taken:
+            self.grad_shards.forget_taken(names)
         self.grad_shards.forget_numbers()
         grads = self.runtime.sharded_grads
         for name in names:

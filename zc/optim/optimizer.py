@@ -19,7 +19,7 @@ import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from operator import is_
+from operator import eq, is_
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -62,7 +62,7 @@ class ShardedOptimizer:
     ) -> None:
         self.number, self.runtime, self.optimizer, self.rule = number, runtime, optimizer, rule
         self.slices: dict[str, nn.Parameter] = {}
-        self._places: dict[str, int] = {}  # addresses of the slices
+        self._places: dict[str, int] = {}  # addresses of the slices, in their order
         self._names: dict[int, str] = {}  # of parameters that have a slice on some rank, by id
         self._lists: list[tuple[list[Any], list[Any]]] = []  # of each group, parameters and what the class sees instead
         self._groups: list[dict[str, Any]] = []  # as the class sees them
@@ -165,12 +165,13 @@ class ShardedOptimizer:
 
     def _check_places(self, when: str) -> None:
         """Raises ZcError where a slice has left its master: updates would go to memory that nobody reads."""
-        for name, own_slice in self.slices.items() if not self.updater.moves_slices else ():
-            if own_slice.data_ptr() != self._places[name]:
-                raise ZcError(
-                    f"{when} the .data of the optimizer's {name} was set to another tensor, and zc reads the one that "
-                    "it gave: an optimizer has to update in place"
-                )
+        if self.updater.moves_slices or all(map(eq, map(Tensor.data_ptr, self.slices.values()), self._places.values())):
+            return
+        name = next(name for name, own_slice in self.slices.items() if own_slice.data_ptr() != self._places[name])
+        raise ZcError(
+            f"{when} the .data of the optimizer's {name} was set to another tensor, and zc reads the one that "
+            "it gave: an optimizer has to update in place"
+        )
 
     def _slice_state(self, bucket: Bucket, slot: Slot, state: Mapping[str, Any]) -> dict[str, Any]:
         """The optimizer's state of a parameter, cut like the parameter."""
@@ -210,9 +211,8 @@ class ShardedOptimizer:
         return param if name is None else self.slices.get(name)
 
     def _hide_empty_groups(self) -> None:
-        if not self._takes_empty_groups:
-            trains = [any(p.numel() and p.requires_grad for p in group["params"]) for group in self._groups]
-            self.local.param_groups = [group for group, is_seen in zip(self._groups, trains, strict=True) if is_seen]
+        trains = [any(p.numel() and p.requires_grad for p in group["params"]) for group in self._groups]
+        self.local.param_groups = [group for group, is_seen in zip(self._groups, trains, strict=True) if is_seen]
 
     def _touched(self) -> tuple[int, ...]:
         """Its buckets of which some parameter has a gradient on some rank."""
@@ -283,13 +283,13 @@ class ShardedOptimizer:
             whole = runtime.features.gather_whole(runtime.plan, runtime.buffers, runtime.group.shard, changed)
         for bucket in self.buckets:
             flags = runtime.accumulators.touched[bucket.index]
-            parts = self.grad_shards.of(bucket) if any(flags) and not self.rule.whole else {}
+            parts = self.grad_shards.of(bucket)[0] if any(flags) and not self.rule.whole else {}
             for slot, touched in zip(bucket.slots, flags, strict=True):
                 if slot.name not in self.slices:
                     continue
                 own, grad = self.slices[slot.name], None
                 if touched and not self.rule.whole:
-                    grad = parts[slot.name][0] if slot.name in parts else torch.zeros_like(own)  # owns no element
+                    grad = parts[slot.name] if slot.name in parts else torch.zeros_like(own)  # owns no element
                 elif touched and own.numel() == slot.numel:
                     first = slot.offset - bucket.layout.owned_range(runtime.group.shard.rank)[0]
                     grad = in_shape(whole[bucket.index][first : first + slot.numel], slot)
@@ -314,7 +314,9 @@ class ShardedOptimizer:
         self.publish_rest()
         self.grad_shards.unscaled.discard(self.number)
         self._check_places("before step()")
-        args, kwargs = self._closures.run(args, kwargs)
+        closure = _closure_in(args, kwargs)
+        if closure is not None:
+            args, kwargs = self._closures.run(closure, args, kwargs)
         self.runtime.finish_gradients()
         self.runtime.group.record_call(f"{type(self.optimizer).__name__}.step")
         self.runtime.weights.before_writes()
@@ -324,7 +326,8 @@ class ShardedOptimizer:
         self._install(changed)
         self.updater.before(changed)
         self._updating = changed
-        self._hide_empty_groups()
+        if not self._takes_empty_groups:
+            self._hide_empty_groups()
         return (self.local, *args[1:]), kwargs
 
     def _after_step(self, *_: Any) -> None:
@@ -353,7 +356,8 @@ class ShardedOptimizer:
             self._install(self._touched())
         masters = {bucket.index: runtime.buffers.master_shard[bucket.index] for bucket in self.buckets}
         before = {index: master.clone() for index, master in masters.items()}
-        self._hide_empty_groups()
+        if not self._takes_empty_groups:
+            self._hide_empty_groups()
         try:
             result = getattr(cls, name)(self.local, *args, **kwargs)
         finally:
@@ -480,15 +484,12 @@ class Closures:
         """How often ``step`` calls its closure; None where that can't be tried."""
         return 1 if is_known(self._optimizer) else num_closure_calls(self._optimizer)
 
-    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    def run(self, closure: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """Calls the closure among the arguments of ``step``, of which the optimizer is the first. Returns the arguments
         for the real step.
 
         Raises PlanError if the optimizer does not call its closure exactly once; nothing has changed.
         """
-        closure = _closure_in(args, kwargs)
-        if closure is None:
-            return args, kwargs
         if self._num_calls != 1:
             times = "can't be tried on small data" if self._num_calls is None else f"calls it {self._num_calls} times"
             raise PlanError(

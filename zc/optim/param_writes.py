@@ -14,6 +14,7 @@ so): its values are copied into the bucket, and the parameter is given its memor
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from operator import eq
 from typing import TYPE_CHECKING
 
 import torch
@@ -51,7 +52,9 @@ class ParamWrites:
 
     def __init__(self, core: Core) -> None:
         self._core = core
-        self._places: dict[str, tuple[int, Bucket, Slot]] = {}  # address of each parameter that has elements
+        # of each parameter that has elements
+        self._addresses: dict[str, int] = {}
+        self._places: dict[str, tuple[Bucket, Slot]] = {}
         self._versions: dict[str, int] = {}
 
     def adopt(self, buckets: Sequence[Bucket]) -> None:
@@ -61,13 +64,14 @@ class ParamWrites:
             flat = self._core.buffers.flat_param[bucket.index]
             for slot in bucket.slots:
                 if slot.numel > 0:
-                    address = flat.data_ptr() + slot.offset * flat.element_size()
-                    self._places[slot.name] = address, bucket, slot
+                    self._addresses[slot.name] = flat.data_ptr() + slot.offset * flat.element_size()
+                    self._places[slot.name] = bucket, slot
         self.remember()
 
     def leave(self, names: Iterable[str]) -> None:
         """These parameters have left their buckets."""
         for name in names:
+            self._addresses.pop(name, None)
             self._places.pop(name, None)
             self._versions.pop(name, None)
 
@@ -79,10 +83,13 @@ class ParamWrites:
 
     def check_places(self) -> None:
         """Brings parameters back whose ``.data`` was set to another tensor like it. Raises ZcError for any other that
-        has left its bucket."""
-        for name, (address, bucket, slot) in self._places.items():
-            param = self._core.params[name]
-            if param.data_ptr() != address and not self._bring_back(param, bucket, slot):
+        has left its bucket. What has not moved costs one call for each parameter: no code of ours runs for it."""
+        of_name = self._core.params.__getitem__
+        if all(map(eq, map(Tensor.data_ptr, map(of_name, self._addresses)), self._addresses.values())):
+            return
+        for name, (bucket, slot) in self._places.items():
+            param = of_name(name)
+            if param.data_ptr() != self._addresses[name] and not self._bring_back(param, bucket, slot):
                 so = (
                     "Was the model moved, cast or given other tensors (model.to, .half, param.data = ...) after "
                     "zc.compile? Move it before. For bf16 weights don't cast it: param_dtype=torch.bfloat16 keeps fp32 "

@@ -262,7 +262,8 @@ class StateView(MutableMapping[Any, Any]):
 
     def note_update(self, changed: Sequence[int]) -> None:
         """The class has updated the parameters in these buckets that have a gradient."""
-        plan, touched = self.owner.runtime.plan, self.owner.runtime.accumulators.touched
+        runtime = self.owner.runtime
+        plan, touched = runtime.plan, runtime.accumulators.touched
         self._num_updates += 1
         noted = [touched[index] for index in changed]
         if noted != self._noted:
