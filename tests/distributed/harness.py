@@ -109,8 +109,8 @@ class _Template:
     def __init__(self, log: Path, compiled: Path) -> None:
         self._socket, child = socket.socketpair()
         self.log = log
-        of_a_launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-        env = {k: v for k, v in os.environ.items() if k not in of_a_launcher}
+        left_out = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "PYTHONHASHSEED")
+        env = {k: v for k, v in os.environ.items() if k not in left_out}
         env.update(
             OMP_NUM_THREADS="1",
             MKL_NUM_THREADS="1",

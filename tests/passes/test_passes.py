@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
 from graphs import chain, plan_for
+from harness import run_ranks
 from torch import fx
 
 from zc.errors import PassError
@@ -163,24 +161,17 @@ def test_contract(step: Pass, stage: int) -> None:
     assert str(step.run(empty, plan)) == str(empty), f"{step.name} changed a graph that has nothing for it"
 
 
+def scheduled(rank: int, world_size: int) -> tuple[int, str]:
+    """Job: a hash of text in this process, and a schedule."""
+    graph, names = chain(9)
+    return hash("take"), text(run_passes(graph, plan_for(names), PIPELINE)[0])
+
+
 def test_the_whole_pipeline_gives_one_text_whatever_the_hash_seed() -> None:
     """Ranks are other processes: nothing may depend on set order or addresses."""
-    program = (
-        "import sys; sys.path.insert(0, sys.argv[1])\n"
-        "from graphs import chain, plan_for\n"
-        "from zc.passes.pipeline import pipeline\nfrom zc.passes.base import run_passes\n"
-        "from zc.schedule.nodes import text\n"
-        "graph, names = chain(9)\nprint(text(run_passes(graph, plan_for(names), pipeline(in_place=True))[0]))"
-    )
-    folder = __file__.rsplit("/", 1)[0]
-    seed = "4321" if os.environ.get("PYTHONHASHSEED") == "1234" else "1234"
-    done = subprocess.run(
-        [sys.executable, "-c", program, folder], env={**os.environ, "PYTHONHASHSEED": seed},
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    graph, names = chain(9)
-    own = text(run_passes(graph, plan_for(names), PIPELINE)[0])  # under another seed: this process's own
-    assert done.stdout == f"{own}\n" and "take" in own
+    (seed, own), (other_seed, other) = run_ranks(scheduled, 2)
+    assert seed != other_seed, "ranks are of two templates, each with a seed of its own"
+    assert own == other and "take" in own
 
 
 def test_options_leave_out_what_they_say_and_nothing_else() -> None:

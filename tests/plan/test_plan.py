@@ -6,12 +6,11 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 import torch
+from harness import run_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -197,21 +196,16 @@ def test_a_plan_is_frozen_hashable_and_printable() -> None:
         assert f"bucket {bucket.index}: {len(bucket.slots)} parameters, P={bucket.numel}" in text
 
 
-_PRINT_PLAN = """
-import torch
-from zc.config import Config
-from zc.planning.layout import Rule
-from zc.planning.ownership import assign_owners
-from zc.planning.packing import ParamSpec, make_plan
-from zc.planning.plan import flat
-
-dtypes = [torch.float32, torch.bfloat16]
-specs = [ParamSpec(f"layer{k}.weight", (k % 5, 7), dtypes[k % 2], torch.device("cpu")) for k in range(40)]
-for rule in (Rule(), Rule(whole=True)):
-    owners = assign_owners(specs, [rule], 3)
-    plan = make_plan(specs, Config(bucket_nbytes=300), flat(3), rules=[rule], owners=owners)
-    print(repr(plan)); print(plan)
-"""
+def printed_plans(rank: int, world_size: int) -> tuple[int, list[str]]:
+    """Job: a hash of text in this process, and plans."""
+    os.environ.update(RANK=str(7 * rank), LOCAL_RANK=str(7 * rank))
+    specs = [ParamSpec(f"layer{k}.weight", (k % 5, 7), (F32, torch.bfloat16)[k % 2], CPU) for k in range(40)]
+    texts = []
+    for rule in (Rule(), Rule(whole=True)):
+        owners = assign_owners(specs, [rule], 3)
+        plan = make_plan(specs, Config(bucket_nbytes=300), flat(3), rules=[rule], owners=owners)
+        texts += [repr(plan), str(plan)]
+    return hash("layer0.weight"), texts
 
 
 def test_the_plan_is_the_same_in_every_process() -> None:
@@ -219,10 +213,6 @@ def test_the_plan_is_the_same_in_every_process() -> None:
 
     A set or a dict keyed by objects somewhere in the planning would order buckets by hash, which differs by process.
     """
-    printed = set()
-    for seed, rank in (("0", "0"), ("4242", "7")):
-        env = {**os.environ, "PYTHONHASHSEED": seed, "RANK": rank, "LOCAL_RANK": rank}
-        printed.add(
-            subprocess.run([sys.executable, "-c", _PRINT_PLAN], env=env, check=True, capture_output=True).stdout
-        )
-    assert len(printed) == 1 and b"layer39.weight" in printed.pop()
+    (seed, plans), (other_seed, others) = run_ranks(printed_plans, 2)
+    assert seed != other_seed, "ranks are of two templates, each with a seed of its own"
+    assert plans == others and "layer39.weight" in plans[0]

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -34,10 +35,11 @@ Chooser = Callable[[Sequence[Ready]], int]
 
 
 class _Fence:
-    """An event's record: ``reached`` once its stream has got there."""
+    """An event's record: ``reached`` once its stream has got there. Streams that stand at it are ``waiting``."""
 
     def __init__(self) -> None:
         self.reached = False
+        self.waiting: list[str] = []
 
 
 class Values(dict[str, Any]):
@@ -55,7 +57,7 @@ class AdversarialStreams:
 
     def __init__(self, choose: Chooser) -> None:
         self._choose = choose
-        self._lanes: dict[str, list[tuple[int, Task | _Fence]]] = {MAIN: []}
+        self._lanes: dict[str, list[tuple[int, Task | _Fence | _Silent]]] = {MAIN: []}
         self._at: dict[str, int] = {}
         self._events: dict[str, _Fence] = {}
         self._issued = 0
@@ -67,13 +69,9 @@ class AdversarialStreams:
         self._put(stream, task)
 
     def record(self, event: str, stream: str) -> None:
-        fence = _Fence()
-        self._events[event] = fence
-
-        def reach() -> None:
-            fence.reached = True
-
-        self._put(stream, _Silent(reach))
+        """No task that a chooser could delay, since whoever waits for it can be delayed itself."""
+        self._events[event] = _Fence()
+        self._put(stream, _Silent(self._events[event]))
 
     def wait(self, event: str, stream: str) -> None:
         if event in self._events:
@@ -87,54 +85,55 @@ class AdversarialStreams:
 
     def synchronize(self) -> None:
         """Runs all that was collected."""
-        while ready := self._ready():
-            stream = ready[self._choose(ready)].stream
-            _, task = self._lanes[stream][self._at[stream]]
+        ready: dict[str, Ready] = {}
+        moved = list(self._lanes)
+        while True:
+            self._pass(moved, ready)
+            if not ready:
+                break
+            choices = sorted(ready.values())
+            stream = choices[self._choose(choices)].stream
+            task = self._lanes[stream][self._at[stream]][1]
             self._at[stream] += 1
+            del ready[stream]
             self.trace.append(stream)
             assert callable(task)
             task()
+            moved = [stream]
         stuck = [s for s, tasks in self._lanes.items() if self._at.get(s, 0) < len(tasks)]
         assert not stuck, f"streams {stuck} wait for events that nobody reaches"
 
     # --- inside ---
 
-    def _put(self, stream: str, item: Task | _Fence) -> None:
+    def _put(self, stream: str, item: Task | _Fence | _Silent) -> None:
         self._lanes.setdefault(stream, []).append((self._issued, item))
         self._issued += 1
 
-    def _ready(self) -> list[Ready]:
-        """Streams whose next item is a task, after all records and open waits that cost nothing have been passed."""
-        moved = True
+    def _pass(self, moved: list[str], ready: dict[str, Ready]) -> None:
+        """Passes the records and reached waits that come next on these streams, and on those that waited for such a
+        record. Streams whose next item is a task then are ``ready``."""
         while moved:
-            moved = False
-            for stream, tasks in self._lanes.items():
-                at = self._at.setdefault(stream, 0)
-                while at < len(tasks):
-                    item = tasks[at][1]
-                    if isinstance(item, _Silent):
-                        item()
-                        moved = True
-                    elif not (isinstance(item, _Fence) and item.reached):
-                        break
-                    at += 1
-                self._at[stream] = at
-        ready = []
-        for stream, tasks in self._lanes.items():
-            at = self._at[stream]
-            if at < len(tasks) and not isinstance(tasks[at][1], _Fence):
-                ready.append(Ready(stream, tasks[at][0]))
-        return sorted(ready)
+            stream = moved.pop()
+            tasks, at = self._lanes[stream], self._at.get(stream, 0)
+            while at < len(tasks):
+                issued, item = tasks[at]
+                if isinstance(item, _Silent):
+                    item.fence.reached = True
+                    moved += item.fence.waiting
+                elif not isinstance(item, _Fence):
+                    ready[stream] = Ready(stream, issued)
+                    break
+                elif not item.reached:
+                    item.waiting.append(stream)
+                    break
+                at += 1
+            self._at[stream] = at
 
 
-class _Silent:
-    """A record: no task that a chooser could delay, since whoever waits for it can be delayed itself."""
+class _Silent(NamedTuple):
+    """A record, where its stream gets to it."""
 
-    def __init__(self, reach: Callable[[], None]) -> None:
-        self._reach = reach
-
-    def __call__(self) -> None:
-        self._reach()
+    fence: _Fence
 
 
 # --- orders ---
@@ -161,7 +160,8 @@ def last(*streams: str) -> Chooser:
     return lambda ready: min(range(len(ready)), key=lambda k: (_is_one(ready[k].stream, streams), ready[k].issued))
 
 
-def _is_one(stream: str, names: Sequence[str]) -> bool:
+@cache
+def _is_one(stream: str, names: tuple[str, ...]) -> bool:
     """A name that ends in a dot stands for all streams that begin with it."""
     return any(stream == name or (name.endswith(".") and stream.startswith(name)) for name in names)
 
