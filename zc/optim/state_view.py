@@ -11,6 +11,7 @@ shows the same keys as others, learned from a state that it has, so that loops o
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -75,7 +76,10 @@ class StateView(MutableMapping[Any, Any]):
         self._elsewhere: dict[str, dict[Any, Any]] = {}  # what was written for parameters that have no slice here
         self._held: weakref.WeakValueDictionary[str, ParamState] = weakref.WeakValueDictionary()
         self._noted: list[list[bool]] = []  # of the last update, which parameters had a gradient
-        self._trial: dict[Any, Any] | None = None  # a state of small data
+        self._with_gradient: frozenset[str] = frozenset()  # their names
+        # updates of each parameter, counted up to where other parameters had a gradient
+        self._counted, self._num_counted = Counter[str](), 0
+        self._trials: dict[int, dict[Any, Any]] = {}  # states of small data, by the number of dimensions
         self._num_updates = 0
 
     @property
@@ -198,17 +202,30 @@ class StateView(MutableMapping[Any, Any]):
         return items
 
     def _like_others(self, name: str) -> dict[Any, Any] | None:
-        """Without elements, what the state of a slice has; of its group if there is one here."""
-        owner, state = self.owner, self.owner.local.state
+        """Without elements, what the state of a slice has, of its group if there is one here; where parameters stay
+        whole, a class may keep other things of a vector than of a matrix. It counts its own updates."""
+        owner, state, params = self.owner, self.owner.local.state, self.owner.runtime.params
         groups = sorted(owner.members, key=lambda members: name not in members)
-        slices = (owner.slices.get(m) for members in groups for m in members if isinstance(m, str))
-        like = next((own_slice for own_slice in slices if own_slice is not None and state.get(own_slice)), None)
-        if like is not None:
-            return _without_elements(state[like], like.shape)
-        if self._trial is None:  # this rank owns nothing at all
-            self._trial = state_of_trial(owner.local)
-        count = {"step": torch.tensor(float(self._num_updates))} if "step" in self._trial else {}
-        return {**_without_elements(self._trial, torch.Size(SHAPE)), **count} or None
+        names = [m for members in groups for m in members if isinstance(m, str)]
+        with_state = [m for m in names if m in owner.slices and state.get(owner.slices[m])]
+        num_dims = params[name].dim()
+        like = min(with_state, key=lambda other: params[other].dim() != num_dims, default=None)
+        if like is not None and (params[like].dim() == num_dims or not owner.rule.whole):
+            items = _without_elements(state[owner.slices[like]], owner.slices[like].shape)
+        else:
+            shape = SHAPE[:num_dims]
+            if num_dims not in self._trials:
+                self._trials[num_dims] = state_of_trial(owner.local, shape)
+            items = _without_elements(self._trials[num_dims], torch.Size(shape))
+        if "step" in items:
+            of_like = state[owner.slices[like]].get("step", 0) if like is not None else 0
+            more = self._num_updates_of(name) - (self._num_updates_of(like) if like is not None else 0)
+            step = items["step"]
+            items["step"] = torch.full_like(step, float(of_like + more)) if isinstance(step, Tensor) else of_like + more
+        return items or None
+
+    def _num_updates_of(self, name: str) -> int:
+        return self._counted[name] + (self._num_updates - self._num_counted) * (name in self._with_gradient)
 
     def _items_of(self, name: str) -> dict[Any, Any]:
         own_slice = self.owner.slices.get(name)
@@ -264,13 +281,17 @@ class StateView(MutableMapping[Any, Any]):
         """The class has updated the parameters in these buckets that have a gradient."""
         runtime = self.owner.runtime
         plan, touched = runtime.plan, runtime.accumulators.touched
-        self._num_updates += 1
         noted = [touched[index] for index in changed]
         if noted != self._noted:
-            self._noted = [list(flags) for flags in noted]
-            for index in changed:
-                slots = zip(plan.buckets[index].slots, touched[index], strict=True)
-                self.note(slot.name for slot, is_touched in slots if is_touched)
+            self._counted.update(dict.fromkeys(self._with_gradient, self._num_updates - self._num_counted))
+            self._noted, self._num_counted = [list(flags) for flags in noted], self._num_updates
+            slots = [(s.name, flag) for index, flags in zip(changed, noted, strict=True)
+                     for s, flag in zip(plan.buckets[index].slots, flags, strict=True)]  # fmt: skip
+            self._with_gradient = frozenset(name for name, is_touched in slots if is_touched)
+            self.note(self._with_gradient)
+        self._num_updates += 1
+        for name in self._with_gradient & self._elsewhere.keys() if self._elsewhere else ():
+            self._elsewhere[name] = _updated(self._elsewhere[name], self._like_others(name) or {})
 
     def refresh(self) -> None:
         """The class's state may have changed: what the caller still holds shows it."""
@@ -278,14 +299,25 @@ class StateView(MutableMapping[Any, Any]):
             state.show(self._items_of(name))
 
 
+def _updated(written: Mapping[Any, Any], kept: Mapping[Any, Any]) -> dict[Any, Any]:
+    """What the caller has written for a parameter, after an update in which the class keeps ``kept``: a count of steps
+    goes on from the one that was written."""
+    items = {**written, **kept}
+    if "step" in kept:
+        begun = written.get("step", torch.zeros_like(kept["step"]) if isinstance(kept["step"], Tensor) else 0)
+        items["step"] = begun + 1
+    return items
+
+
 def _without_elements(state: Mapping[Any, Any], shape: torch.Size) -> dict[Any, Any]:
-    """A state like this one, of a parameter of this ``shape``, for a rank that has no element of it."""
+    """A state like this one, of a parameter of this ``shape``, for a rank that has no element of it. What a class keeps
+    of other shapes, such as Adafactor's factors, is of whole parameters, and has none either."""
 
     def without(key: Any, value: Any) -> Any:
-        return value.new_empty(0) if is_cut(key, value, shape) else value
+        if is_cut(key, value, shape):
+            return value.new_empty(0)
+        if not isinstance(value, Tensor) or value.dim() == 0:
+            return value
+        return value.new_empty((0, *value.shape[1:]) if value.dim() > 1 else (0, 0))  # [0] would be elements of it
 
-    return {
-        key: change_each(without, key, item)
-        for key, item in state.items()
-        if not isinstance(item, Tensor) or item.dim() == 0 or item.shape == shape
-    }
+    return {key: change_each(without, key, item) for key, item in state.items()}

@@ -21,6 +21,7 @@ import contextlib
 import copy
 import enum
 import itertools
+import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -204,13 +205,15 @@ def state_keys(optimizer: Optimizer) -> list[str]:
     return list(keys)
 
 
-SHAPE = (16, 24)
+SHAPE = (16, 24, 3, 3, 3)  # its first numbers: of as many dimensions
 
 
-def state_of_trial(optimizer: Optimizer) -> dict[Any, Any]:
-    """A parameter's state of `SHAPE` after some updates, as far as that can be tried."""
-    value, grads = small_data(SHAPE, torch.device("cpu"))
-    for group in optimizer.param_groups if wrapped(optimizer) is None else ():
+def state_of_trial(optimizer: Optimizer, shape: tuple[int, ...]) -> dict[Any, Any]:
+    """The state of a parameter of this shape after some updates, as far as that can be tried."""
+    value, grads = small_data(shape, torch.device("cpu"))
+    groups = optimizer.param_groups if wrapped(optimizer) is None else ()
+    # without the state of a parameter, which may be of other dimensions; with it, where ``__init__`` makes it
+    for group in [{**group, "params": []} for group in groups] + [*groups]:
         with contextlib.suppress(Exception):  # it takes other shapes
             return {**update_copy(optimizer, group, [value], [grads], seed=1)[0].state}
     return {}
@@ -299,11 +302,11 @@ class Updated(NamedTuple):
         return {"": self.change, **states}
 
 
-def small_data(shape: tuple[int, int], device: torch.device, seed: int = 20) -> tuple[Tensor, list[Tensor]]:
-    """A matrix and its gradients. Each third of the elements has another magnitude, so the norm of the whole is not
+def small_data(shape: tuple[int, ...], device: torch.device, seed: int = 20) -> tuple[Tensor, list[Tensor]]:
+    """A parameter and its gradients. Each third of the elements has another magnitude, so the norm of the whole is not
     that of a part."""
     generator = torch.Generator().manual_seed(seed)
-    numel = shape[0] * shape[1]
+    numel = math.prod(shape)
     scale = torch.tensor([1.0, 10.0, 0.1]).repeat_interleave(-(-numel // 3))[:numel].view(shape)
     value = 0.02 * torch.randn(shape, generator=generator) * scale.sqrt()
     grads = [torch.randn(shape, generator=generator) * scale for _ in range(STEPS)]
