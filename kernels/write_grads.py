@@ -64,10 +64,14 @@ def flatten_cast(out: Tensor, grads: Sequence[Tensor], offsets: Sequence[int]) -
     check_slots("out", out, grads, offsets)
     # gaps are sources, too, so that one call fills or cuts ``out``; zeros go only there (no memset of the whole)
     sources: list[Tensor] = []
+    gaps: dict[int, Tensor] = {}  # by length: most are those of an alignment, and alike
     stop, is_one_copy = 0, out.device.type == "cpu"
     for grad, offset in zip(grads, offsets, strict=True):
         if offset > stop:
-            sources.append(_zeros(out, offset - stop))
+            gap = offset - stop
+            if gap not in gaps:
+                gaps[gap] = _zeros(out, gap)
+            sources.append(gaps[gap])
         stop, numel = offset, grad.numel()
         if numel > 0:
             sources.append(grad)
