@@ -221,7 +221,7 @@ def check(name: str, ways: list[tuple[int, str, dict[str, Any]]], world_size: in
 # Of the loops compiled in stage 1, the others being alike: gradients that are held back, and other graphs than proposed
 STAGE_1 = ("microbatches in no_sync", "another trunk than proposed")
 # And in stage 2. The others have the same graphs: what differs is how often they run, and eager runs show that.
-STAGE_2 = (*STAGE_1, "a graph broken on one rank", "other heads", "one more graph than proposed")
+STAGE_2 = (*STAGE_1, "a graph broken on one rank", "other heads", "one more graph than proposed", "one backward more")
 
 
 @cache
