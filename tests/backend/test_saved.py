@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from harness import keep_kernels, probed
 from tiers import FULL, full_only
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
@@ -62,10 +64,13 @@ class NormedConvolutions(Convolutions):
 
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    """Empty but for what the C++ compiler has made of like kernels before."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    shutil.copytree(probed(), tmp_path / "inductor")
     torch.compiler.reset()
     yield
     torch.compiler.reset()
+    keep_kernels(tmp_path)
 
 
 def steps(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, count: int = 3) -> list[Tensor]:
@@ -178,7 +183,7 @@ def test_where_the_program_turned_the_cache_off_it_stays_off() -> None:
 
 
 def entries(folder: Path) -> list[Path]:
-    return [path for path in (folder / "cache" / "aotautograd").rglob("*") if path.is_file()]
+    return [path for path in (folder / "inductor" / "aotautograd").rglob("*") if path.is_file()]
 
 
 @pytest.mark.parametrize("damage", ["cut", "foreign", "ours"])

@@ -82,7 +82,7 @@ def test_late_gathers_change_no_bit_of_what_stands_outside_of_blocks() -> None:
 
 
 def test_late_gathers_change_no_bit_under_inductor() -> None:
-    num_ranks = 3 if FULL else 2
+    num_ranks = 3 if FULL else 2  # with one, no gather is late
     assert run_ranks(compared, num_ranks, ["a Sequential"], 2, "one", "inductor", timeout=200.0) == [[]] * num_ranks
 
 
