@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+import itertools
+import random
+import threading
+from collections import defaultdict, deque
 from typing import Any
 
 import pytest
@@ -20,7 +23,7 @@ from training_runs import message_of
 import zc
 from zc.optim.assignment import try_out
 from zc.optim.local import class_of, second_object
-from zc.optim.trials import keeps_state_by_parameter, takes_empty_groups
+from zc.optim.trials import keeps_state_by_parameter, num_closure_calls, takes_empty_groups
 from zc.registry import sharded
 
 CPU = torch.device("cpu")
@@ -110,6 +113,93 @@ def test_a_second_object() -> None:
     assert optimizer.num_steps == 3 and list(second.state) == [params[0]] and not optimizer.state and not hooks
     second.load_state_dict({**second.state_dict(), "state": {}})
     assert not second.state and len(optimizer.param_groups) == 3, "torch writes them into __dict__, which is shared"
+
+
+class Counter:
+    n = 0
+
+
+class Counting(Lion):
+    """Keeps counts, a queue, random numbers and a buffer among its attributes, and objects that refer to it."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.stats, self.counts, self.nested = {"n": torch.zeros(())}, [torch.zeros(())], [[0]]
+        self.defaults["n"] = torch.zeros(())
+        self.counter, self.recent, self.numbers = Counter(), deque([0], maxlen=4), itertools.count()
+        self.buffer = torch.zeros(5000)
+        self.views, self.random, self.lock = self.buffer.split(2500), random.Random(0), threading.Lock()
+        self.generator, self.count = torch.Generator(), self.count_one
+        self.counter.owner = self  # type: ignore[attr-defined]
+        self.param_groups[0]["counter"] = self.counter
+        self.schedule = torch.optim.lr_scheduler.ExponentialLR(self, 0.5)
+        self.state[self.param_groups[0]["params"][0]]["counts"] = [[0]]
+
+    def count_one(self) -> None:
+        self.counter.n += 1
+
+    def seen(self) -> dict[str, Any]:
+        given = [self.stats, self.counts, self.nested, self.defaults, self.counter.n, list(self.recent), self.numbers]
+        drawn = [self.random.getstate(), self.generator.get_state().tolist(), self.buffer.sum()]
+        return {"seen": repr([given, drawn]), "group": repr(self.param_groups), "state": repr(dict(self.state))}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        group = self.param_groups[0]
+        assert self.counter.owner is self and group["counter"] is self.counter  # type: ignore[attr-defined]
+        with self.lock:
+            self.count()
+        for item in (self.stats["n"], *self.counts, self.defaults["n"], self.buffer):
+            item += 1
+        assert self.views[1][0] == self.buffer[0]
+        self.nested[0][0] += 1
+        self.recent.append(next(self.numbers))
+        self.random.random()
+        torch.rand(1, generator=self.generator)
+        for state in self.state.values():
+            state["counts"][0][0] += 1
+        super().step()
+        self.schedule.step()
+
+
+def test_a_trial_changes_nothing_of_the_callers() -> None:
+    """Counts ran ahead before the first step, by what they stood in: trials shared all but the outermost containers."""
+    optimizer = Counting(matrices())
+    before = optimizer.seen()
+    try_out(optimizer, 2, CPU)
+    assert takes_empty_groups(optimizer, optimizer.param_groups, CPU) and num_closure_calls(optimizer) == 0
+    assert keeps_state_by_parameter(optimizer, optimizer.param_groups, CPU)
+    assert optimizer.seen() == before
+    for param in optimizer.param_groups[0]["params"]:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    assert optimizer.counter.n == 1 and optimizer.nested == [[1]] and optimizer.seen() != before
+
+
+@zc.elementwise
+class Drawing(Lion):
+    """Draws from what can't be copied."""
+
+    def __init__(self, params: Any, noise: Any) -> None:
+        super().__init__(params)
+        self.noise = {"drawn": [noise]}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        (noise,) = self.noise["drawn"]
+        noise.step() if isinstance(noise, Optimizer) else next(noise)
+
+
+def test_what_cant_be_copied_is_not_tried() -> None:
+    """A generator went on, and another optimizer made steps."""
+    numbers, params = (k for k in range(100)), matrices()
+    for noise, what in ((numbers, "a generator"), (torch.optim.SGD(params), "another optimizer, of SGD")):
+        optimizer = Drawing(matrices(), noise)
+        kind, text = message_of(lambda optimizer=optimizer: try_out(optimizer, 2, CPU))  # type: ignore[misc]
+        assert kind == "PlanError" and f"its noise holds {what}" in text, text
+        assert takes_empty_groups(optimizer, optimizer.param_groups, CPU) and num_closure_calls(optimizer) is None
+        assert not keeps_state_by_parameter(optimizer, optimizer.param_groups, CPU)
+    assert next(numbers) == 0
 
 
 def _with_an_empty_group(rank: int, world_size: int, stage: int) -> dict[str, Any]:

@@ -18,10 +18,10 @@ in the same way.)
 from __future__ import annotations
 
 import contextlib
-import copy
 import enum
 import itertools
 import sys
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -32,6 +32,7 @@ from torch.optim import Optimizer
 
 from zc import torch_private
 from zc.errors import PlanError
+from zc.optim.copies import Copies, UncopyableError
 from zc.optim.local import class_of
 from zc.optim.one_rank import one_rank
 
@@ -144,6 +145,8 @@ def takes_empty_groups(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]
     try:
         for group in groups:
             update_copy(optimizer, group, [], [], seed=1)
+    except UncopyableError:  # not tried
+        return True
     except Exception:  # noqa: BLE001  (whatever it is, a rank that owns nothing of the group would meet it)
         return False
     return True
@@ -322,16 +325,16 @@ def update_copy(
     """What a copy of ``optimizer`` makes of ``values`` with ``grads``, in as many steps as each has gradients, and in
     calls of ``methods`` after them. State under strings counts as state of each parameter, under ""."""
     params = [nn.Parameter(value.clone()) for value in values]
-    twin = torch_private.bare_copy(optimizer, class_of(optimizer))
-    options = {key: _copy(option, optimizer) for key, option in group.items() if key != "params"}
+    twin, copies = _twin(optimizer)
+    options = copies.copied({key: option for key, option in group.items() if key != "params"})
     if "lr" in options and not float(options["lr"]) > 0:  # a warmup that begins at 0 would hide every difference
         rates = (group.get("initial_lr"), optimizer.defaults.get("lr"), 1e-3)
         options["lr"] = float(next(rate for rate in rates if rate is not None and float(rate) > 0))
     twin.param_groups = [{**options, "params": params}]
     first = optimizer.state.get(group["params"][0], {}) if group["params"] else {}  # by __init__ (Adagrad)
-    twin.state.update({key: copy.deepcopy(item) for key, item in optimizer.state.items() if isinstance(key, str)})
+    twin.state.update(copies.copied({key: item for key, item in optimizer.state.items() if isinstance(key, str)}))
     for param in params if first else ():
-        twin.state[param] = {key: _like(key, item, group["params"][0], param) for key, item in first.items()}
+        twin.state[param] = _like(first, group["params"][0], param, Copies(optimizer, twin, copies.known))
 
     def refuse(collective: str) -> None:
         raise Communicates(collective)
@@ -405,23 +408,34 @@ def same_state(one: Mapping[Any, Any], other: Mapping[Any, Any], close: float | 
     return True
 
 
-def _like(key: str, item: Any, like: Tensor, param: Tensor) -> Any:
-    """``param``'s state, made like that of the parameter ``like``."""
-    if not isinstance(item, Tensor):
-        return copy.copy(item)
-    if key == "step" or item.shape != like.shape:  # the count of steps is 0-d, and so may a parameter be
-        return item.clone()
-    return torch.full_like(param, float(item.reshape(-1)[0]) if item.numel() else 0.0)
+def _like(first: Mapping[str, Any], like: Tensor, param: Tensor, copies: Copies) -> dict[str, Any]:
+    """``param``'s state, made like ``first``, that of the parameter ``like``."""
+    filled = {
+        key: torch.full_like(param, float(item.reshape(-1)[0]) if item.numel() else 0.0)
+        for key, item in first.items()  # the count of steps is 0-d, and so may a parameter be
+        if isinstance(item, Tensor) and key != "step" and item.shape == like.shape
+    }
+    return {**copies.copied({key: item for key, item in first.items() if key not in filled}), **filled}
 
 
-def _copy(option: Any, optimizer: Optimizer) -> Any:
-    """Of a group's option. Parameters of ``optimizer`` in it become ones without elements: they may have no bytes."""
-    if isinstance(option, Tensor):
-        return option.clone()
+def _twin(optimizer: Optimizer) -> tuple[Optimizer, Copies]:
+    """A copy of ``optimizer`` without parameters and state, and what makes further copies for it. A class of torch's
+    leaves attributes alone that others have set, so they are shared."""
+    state: defaultdict[Any, Any] = defaultdict(dict)
+    known: dict[int, Any] = {id(optimizer.state): state, id(vars(optimizer)["state"]): state}
     with torch_private.without_torch_function():
-        params = [param for group in vars(optimizer)["param_groups"] for param in group["params"]]
-        on_meta = {id(p): nn.Parameter(p.new_empty(p.shape, device="meta"), p.requires_grad) for p in params}
-    return copy.deepcopy(option, on_meta)
+        for group in (*vars(optimizer)["param_groups"], *optimizer.param_groups):
+            for p in group["params"]:  # on meta: it may have no bytes
+                known[id(p)] = nn.Parameter(p.new_empty(p.shape, device="meta"), p.requires_grad)
+    made: list[Copies] = []
+
+    def copied(bare: Optimizer, attributes: dict[str, Any]) -> dict[str, Any]:
+        made.append(Copies(optimizer, bare, known))
+        return attributes if type(bare).__module__.startswith("torch.optim") else made[0].copied(attributes)
+
+    twin = torch_private.bare_copy(optimizer, class_of(optimizer), copied)
+    twin.state = state
+    return twin, made[0]
 
 
 def wrapped(optimizer: Optimizer) -> str | None:
