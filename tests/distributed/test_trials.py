@@ -23,7 +23,7 @@ from training_runs import message_of
 import zc
 from zc.optim.assignment import try_out
 from zc.optim.local import class_of, second_object
-from zc.optim.trials import keeps_state_by_parameter, num_closure_calls, takes_empty_groups
+from zc.optim.trials import keeps_state_by_parameter, needs_a_gradient, num_closure_calls, takes_empty_groups
 from zc.registry import sharded
 
 CPU = torch.device("cpu")
@@ -260,6 +260,79 @@ def test_a_rank_that_owns_of_a_group_what_is_frozen_alone() -> None:
     assert [False] in [seen["trains"] for seen in ranks], "some rank has only the frozen one"
     for seen in ranks:
         assert seen["worst"] < 1e-6, seen
+
+
+class Listing(Optimizer):
+    """Lists the gradients of a group, and fails where there are none."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            params = [param for param in group["params"] if param.grad is not None]
+            torch._foreach_add_(params, [param.grad for param in params], alpha=-group["lr"])
+
+
+class TakingEmpty(Listing):
+    """Lets pass a group that is empty, but none that has no gradient."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if any(group["params"] for group in self.param_groups):
+            super().step()
+
+
+@zc.elementwise
+class ListingElements(Listing):
+    pass
+
+
+class CountingGroups(Listing):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["num_steps"] = group.get("num_steps", 0) + 1
+        super().step()
+
+
+def test_which_class_needs_a_gradient() -> None:
+    makes = (Listing, TakingEmpty, ListingElements, Stacked, CountingGroups, Lion, Noisy)
+    needs = {make for make in makes if needs_a_gradient(make(matrices()), make(matrices()).param_groups, CPU)}
+    assert needs == {Listing, TakingEmpty, ListingElements, Stacked}
+
+
+class Heads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in range(2))
+
+    def forward(self, x: Tensor, k: int) -> Tensor:
+        out: Tensor = self.heads[k](x)
+        return out
+
+
+def heads() -> nn.Module:
+    torch.manual_seed(0)
+    return Heads()
+
+
+def _with_heads_in_turn(rank: int, world_size: int, make: type[Optimizer], stage: int) -> float:
+    twin, model = heads(), heads()
+    alone, optimizer = make(twin.parameters()), make(model.parameters())
+    model, optimizer = zc.compile(model, optimizer, stage=stage, backend="eager")
+    for step in range(4):
+        for which, its in ((twin, alone), (model, optimizer)):
+            which(torch.ones(3, 16), step % 2).square().mean().backward()
+            its.step()
+            its.zero_grad()
+    return worst(weights(model), weights(twin))[0]
+
+
+def test_a_rank_without_a_gradient_of_a_group() -> None:
+    """"Tensor list must have at least one tensor", on this rank alone."""
+    makes = (Listing, TakingEmpty, ListingElements)
+    for case, ranks in run_cases(_with_heads_in_turn, 2, itertools.product(makes, (1, 2))):
+        assert max(ranks) < 1e-6, case
 
 
 def _reducing(rank: int, world_size: int) -> dict[str, Any]:

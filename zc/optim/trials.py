@@ -5,7 +5,7 @@
 | is a slice updated as the whole is? | of what `zc.elementwise` declares |
 | is one parameter updated as if the others were not there? | of any other unknown class, with several ranks |
 | does each state belong to the parameter that it is stored under? | of every unknown class, for checkpoints |
-| can a group be empty? | of every unknown class: a rank may own none of a group's parameters |
+| can a group be empty, or without a gradient? | of every unknown class: a rank may own no such parameter of a group |
 | how often is a closure called? | at the first ``step(closure)`` |
 | does ``step`` clear gradients itself? | of every unknown class |
 | which state has the parameter's shape? | of torch's elementwise classes, with offload |
@@ -23,6 +23,7 @@ import itertools
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -150,6 +151,31 @@ def takes_empty_groups(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]
     except Exception:  # noqa: BLE001  (whatever it is, a rank that owns nothing of the group would meet it)
         return False
     return True
+
+
+def needs_a_gradient(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]], device: torch.device) -> bool:
+    """Whether the update of a group fails where none of its parameters has a gradient, and may then be left out.
+
+    It may not if the class counts updates in the group: this rank's count would fall behind that of the others.
+    """
+    if wrapped(optimizer) is not None:
+        return False
+    fails = False
+    for group in groups:
+        for (shape, *_), _ in PAIRS:
+            value, grads = small_data(shape, device)
+            try:
+                (once,), (thrice,) = (update_copy(optimizer, group, [value], [own], 1) for own in (grads[:1], grads))
+            except Exception:  # noqa: BLE001  (the next shape)
+                continue
+            if not same_state(dict(leaves(once.options)), dict(leaves(thrice.options)), 0.0):
+                return False
+            try:
+                update_copy(optimizer, group, [value], [[]], seed=1)
+            except Exception:  # noqa: BLE001  (whatever it is, a rank without a gradient would meet it)
+                fails = True
+            break
+    return fails
 
 
 class Clears(enum.Enum):
@@ -290,6 +316,7 @@ class Updated(NamedTuple):
     state: Mapping[str, Any]
     returned: Any = None  # by the last of the methods that were called
     grad: Tensor | None = None  # what is left of its last gradient
+    options: Mapping[str, Any] = MappingProxyType({})  # of its group
 
     def elementwise(self) -> dict[str, Tensor]:
         """The change under "", and each floating-point state of the parameter's size. Codes of a quantised state are
@@ -323,7 +350,8 @@ def update_copy(
     methods: Sequence[str] = (),
 ) -> list[Updated]:
     """What a copy of ``optimizer`` makes of ``values`` with ``grads``, in as many steps as each has gradients, and in
-    calls of ``methods`` after them. State under strings counts as state of each parameter, under ""."""
+    calls of ``methods`` after them. Without gradients it is one step. State under strings counts as state of each
+    parameter, under ""."""
     params = [nn.Parameter(value.clone()) for value in values]
     twin, copies = _twin(optimizer)
     options = copies.copied({key: option for key, option in group.items() if key != "params"})
@@ -348,9 +376,9 @@ def update_copy(
         for device in devices:
             with torch.accelerator.device_index(device.index):
                 torch.get_device_module(device).manual_seed(seed)
-        for k in range(len(grads[0]) if grads else 1):
+        for k in range(max(map(len, grads), default=1) or 1):
             for param, own in zip(params, grads, strict=True):
-                param.grad = own[k].clone()
+                param.grad = own[k].clone() if own else None
             twin.step(*([closure] if closure is not None else []))
         returned: Any = None
         for method in methods:
@@ -360,7 +388,9 @@ def update_copy(
     states = [{**twin.state.get(param, {}), **({"": others} if others else {})} for param in params]
     returned = None if returned is twin else returned
     left = [param.grad for param in params]
-    return [Updated(change, state, returned, grad) for change, state, grad in zip(changes, states, left, strict=True)]
+    options = {key: option for key, option in twin.param_groups[0].items() if key != "params"}
+    of_each = zip(changes, states, left, strict=True)
+    return [Updated(change, state, returned, grad, options) for change, state, grad in of_each]
 
 
 def difference(one: Mapping[str, Tensor], other: Mapping[str, Tensor], close: float = CLOSE) -> str | None:
