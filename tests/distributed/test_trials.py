@@ -335,6 +335,45 @@ def test_a_rank_without_a_gradient_of_a_group() -> None:
         assert max(ranks) < 1e-6, case
 
 
+class ByName(Optimizer):
+    """Has a rate by name."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for name, param in zip(group["param_names"], group["params"], strict=True):
+                if param.grad is not None:
+                    param.sub_(group["lr"] * (1 + int(name.split(".")[0])) * param.grad)
+
+
+@zc.elementwise
+class ByNameOfElements(ByName):
+    pass
+
+
+def _with_names(rank: int, world_size: int, make: type[Optimizer]) -> dict[str, Any]:
+    twin, model = squares(), squares()
+    alone, optimizer = make(twin.named_parameters()), make(model.named_parameters())
+    model, optimizer = zc.compile(model, optimizer, backend="eager", bucket_nbytes=2048)
+    train(twin, alone, 0, 3)
+    train(model, optimizer, 0, 3)
+    given, saved = optimizer.param_groups[0]["param_names"], optimizer.state_dict()["param_groups"][0]["param_names"]
+    optimizer.load_state_dict(optimizer.state_dict())
+    loaded = optimizer.param_groups[0]["param_names"]
+    return {"worst": worst(weights(model), weights(twin))[0],
+            "are_whole": given == saved == loaded == alone.param_groups[0]["param_names"]}  # fmt: skip
+
+
+def test_names_of_parameters_go_with_them() -> None:
+    """A class that reads names beside its parameters took those of other ranks' parameters, in silence."""
+    for case, ranks in run_cases(_with_names, 2, (ByName, ByNameOfElements)):
+        for seen in ranks:
+            assert seen["worst"] < 1e-6 and seen["are_whole"], (case, seen)
+
+
 def _reducing(rank: int, world_size: int) -> dict[str, Any]:
     twin, model = squares(), squares()
     alone, optimizer = Stacked(groups(twin)), Reducing(groups(model))

@@ -219,8 +219,13 @@ class ShardedOptimizer:
         name = self._names.get(id(param))
         return param if name is None else self.slices.get(name)
 
-    def _hide_empty_groups(self, *, has_grads: bool) -> None:
-        """Hides from the class the groups on which it fails. ``has_grads``: slices have their gradients."""
+    def _limit_groups(self, *, has_grads: bool) -> None:
+        """Hides from the class the groups on which it fails, and names of parameters that have no slice here.
+        ``has_grads``: slices have their gradients."""
+        for own, group in zip(self._groups, self.optimizer.param_groups, strict=True):
+            if "param_names" in group:
+                named = zip(group["param_names"], group["params"], strict=False)
+                own["param_names"] = [name for name, param in named if self._own_of(param) is not None]
         if has_grads and self._needs_a_gradient:
             self.local.param_groups = [
                 group for group in self._groups if any(p.numel() and p.grad is not None for p in group["params"])
@@ -238,6 +243,9 @@ class ShardedOptimizer:
         for own_slice in self.slices.values():
             own_slice.grad = None
         self.local.param_groups = self._groups
+        for own, group in zip(self._groups, self.optimizer.param_groups, strict=False):
+            if "param_names" in group:
+                own["param_names"] = group["param_names"]
         self._take_options()
         self.state.refresh()
 
@@ -339,7 +347,7 @@ class ShardedOptimizer:
         self._install(changed)
         self.updater.before(changed)
         self._updating = changed
-        self._hide_empty_groups(has_grads=True)
+        self._limit_groups(has_grads=True)
         return (self.local, *args[1:]), kwargs
 
     def _after_step(self, *_: Any) -> None:
@@ -368,7 +376,7 @@ class ShardedOptimizer:
             self._install(self._touched())
         masters = {bucket.index: runtime.buffers.master_shard[bucket.index] for bucket in self.buckets}
         before = {index: master.clone() for index, master in masters.items()}
-        self._hide_empty_groups(has_grads=False)
+        self._limit_groups(has_grads=False)
         try:
             result = getattr(cls, name)(self.local, *args, **kwargs)
         finally:

@@ -358,6 +358,8 @@ def update_copy(
     if "lr" in options and not float(options["lr"]) > 0:  # a warmup that begins at 0 would hide every difference
         rates = (group.get("initial_lr"), optimizer.defaults.get("lr"), 1e-3)
         options["lr"] = float(next(rate for rate in rates if rate is not None and float(rate) > 0))
+    if "param_names" in options:  # names may differ in what they do, so all have the first one
+        options["param_names"] = options["param_names"][:1] * len(params)
     twin.param_groups = [{**options, "params": params}]
     first = optimizer.state.get(group["params"][0], {}) if group["params"] else {}  # by __init__ (Adagrad)
     twin.state.update(copies.copied({key: item for key, item in optimizer.state.items() if isinstance(key, str)}))
