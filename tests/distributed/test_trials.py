@@ -23,7 +23,13 @@ from training_runs import message_of
 import zc
 from zc.optim.assignment import try_out
 from zc.optim.local import class_of, second_object
-from zc.optim.trials import keeps_state_by_parameter, needs_a_gradient, num_closure_calls, takes_empty_groups
+from zc.optim.trials import (
+    check_positions,
+    keeps_state_by_parameter,
+    needs_a_gradient,
+    num_closure_calls,
+    takes_empty_groups,
+)
 from zc.registry import sharded
 
 CPU = torch.device("cpu")
@@ -333,6 +339,44 @@ def test_a_rank_without_a_gradient_of_a_group() -> None:
     makes = (Listing, TakingEmpty, ListingElements)
     for case, ranks in run_cases(_with_heads_in_turn, 2, itertools.product(makes, (1, 2))):
         assert max(ranks) < 1e-6, case
+
+
+class ByIndex(Lion):
+    """Has a factor for each parameter, and a pair of options that has nothing to do with positions."""
+
+    def __init__(self, params: Any, where: str, entries: Any) -> None:
+        super().__init__(params)
+        self.where, self.betas = where, (0.9, 0.99)
+        for group in self.param_groups:
+            group["pair"] = [0.9, 0.99]
+        (vars(self) if where == "attribute" else self.param_groups[0])["entries"] = entries
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            entries = (vars(self) if self.where == "attribute" else group)["entries"]
+            for param, entry in zip(group["params"], entries, strict=False):
+                if param.grad is not None:
+                    param.sub_(group["lr"] * entry * param.grad)
+
+
+@pytest.mark.parametrize("where", ["attribute", "option of parameter group 0:"])
+def test_what_goes_by_position_is_refused(where: str) -> None:
+    """The class read entries of other ranks' parameters beside its own, in silence."""
+    params = matrices()
+    anchors = [param.detach().clone() for param in params]
+    for entries in ([1.0, 1.0, 10.0], (1.0, 2.0, 3.0), anchors):
+        kind, text = message_of(lambda entries=entries: check_positions(ByIndex(params, where, entries), CPU))  # type: ignore[misc]
+        assert kind == "PlanError" and f"each of 3 parameters, by position ({where} entries)" in text, text
+    kind, text = message_of(lambda: try_out(ByIndex(params, where, anchors), 2, CPU))
+    assert kind == "PlanError" and "by position" in text
+    for harmless in ([1.0, 1.0, 1.0], [2.0] * 4):
+        check_positions(ByIndex(params, where, harmless), CPU)
+    check_positions(ByIndex(params[:2], where, [1.0] * 9), CPU)  # two parameters and a pair
+    noisy = Noisy(params[:2])
+    noisy.param_groups[0]["betas"] = (0.9, 0.99)
+    check_positions(noisy, CPU)
+    try_out(ByIndex(params, where, anchors), 1, CPU)
 
 
 class ByName(Optimizer):

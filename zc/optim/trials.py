@@ -4,6 +4,7 @@
 |---|---|
 | is a slice updated as the whole is? | of what `zc.elementwise` declares |
 | is one parameter updated as if the others were not there? | of any other unknown class, with several ranks |
+| does it depend on a parameter's position? | of any unknown class with a list of as many entries, with several ranks |
 | does each state belong to the parameter that it is stored under? | of every unknown class, for checkpoints |
 | can a group be empty, or without a gradient? | of every unknown class: a rank may own no such parameter of a group |
 | how often is a closure called? | at the first ``step(closure)`` |
@@ -117,6 +118,48 @@ def check_independent(optimizer: Optimizer, device: torch.device) -> None:
                 "zc.clip_grad_norm_ in the loop and leave it out of the update, or use an optimizer that treats "
                 "parameters one by one"
             )
+
+
+def check_positions(optimizer: Optimizer, device: torch.device) -> None:
+    """Raises PlanError where an option or an attribute has an entry for each parameter, by position, since a rank sees
+    some parameters alone: a list of tensors of their shapes, or any other if equal parameters get different updates."""
+    if wrapped(optimizer) is not None:
+        return
+    groups = vars(optimizer)["param_groups"]
+    attributes = {key: item for key, item in vars(optimizer).items() if key not in ("state", "param_groups")}
+    everything = [param for group in groups for param in group["params"]]
+    places = [("attribute", attributes, everything, groups[0])]
+    for number, group in enumerate(groups):
+        options = {key: item for key, item in group.items() if key not in ("params", "param_names")}
+        places.append((f"option of parameter group {number}:", options, group["params"], group))
+    for where, items, params, group in places:
+        fit = [k for k, item in items.items() if isinstance(item, (list, tuple)) and len(item) == len(params) > 1]
+        by_shape = [key for key in fit if all(map(_is_value_of, items[key], params))]
+        if by_shape or (fit and _depends_on_position(optimizer, group, len(params), device)):
+            raise PlanError(
+                f"{type(optimizer).__name__} has an entry for each of {len(params)} parameters, by position ({where} "
+                f"{(by_shape or fit)[0]}), and ranks own different parameters. Give parameters with other options "
+                "groups of their own, and keep tensors in optimizer.state[param]"
+            )
+
+
+def _is_value_of(item: Any, param: Tensor) -> bool:
+    return isinstance(item, Tensor) and not isinstance(item, nn.Parameter) and item.shape == param.shape
+
+
+def _depends_on_position(optimizer: Optimizer, group: Mapping[str, Any], number: int, device: torch.device) -> bool:
+    """Whether equal parameters with equal gradients get different updates, which are not random."""
+    value, grads = small_data((16, 24), device)
+    try:
+        one, other = (
+            [each.elementwise() for each in update_copy(optimizer, group, [value] * number, [grads[:1]] * number, seed)]
+            for seed in (1, 2)
+        )
+    except Exception:  # noqa: BLE001  (it can't be tried)
+        return False
+    if any(difference(a, b) is not None for a, b in zip(one, other, strict=True)):
+        return False
+    return any(difference(one[0], each) is not None for each in one)
 
 
 def keeps_state_by_parameter(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]], device: torch.device) -> bool:
