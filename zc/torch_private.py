@@ -9,7 +9,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import contextvars
-import copy
 import functools
 import inspect
 import itertools
@@ -791,10 +790,12 @@ def apart_from_the_whole(donated: Sequence[int]) -> Iterator[None]:
 
 
 def bare_copy(
-    optimizer: torch.optim.Optimizer, cls: type[torch.optim.Optimizer] | None = None
+    optimizer: torch.optim.Optimizer,
+    cls: type[torch.optim.Optimizer] | None = None,
+    copied: Callable[[torch.optim.Optimizer, dict[str, Any]], dict[str, Any]] | None = None,
 ) -> torch.optim.Optimizer:
-    """The same class (or ``cls``) and options without parameters, state and hooks, to try an update. It has copies of
-    the object's lists, dicts, sets and small tensors, and shares its other attributes.
+    """The same class (or ``cls``) and options without parameters, state and hooks, to try an update. It shares the
+    object's other attributes, or has what ``copied(bare, attributes)`` makes of them.
 
     Relies on hooks standing in attributes that begin with ``_optimizer_``, and on ``Optimizer.__setstate__`` making
     what is missing (torch 2.11 to 2.15). Methods that zc and schedulers have set on the object are left out.
@@ -806,12 +807,9 @@ def bare_copy(
         if key not in left_out and not key.startswith("_optimizer_")
         and not (callable(value) and callable(getattr(cls, key, None)))
     }
-    for name, item in attributes.items():
-        if isinstance(item, (list, dict, set)):
-            attributes[name] = copy.copy(item)
-        elif isinstance(item, torch.Tensor) and item.numel() <= 4096:
-            attributes[name] = item.clone()
     bare = object.__new__(cls)
+    if copied is not None:
+        attributes = copied(bare, attributes)
     bare.__setstate__({**attributes, "state": collections.defaultdict(dict), "param_groups": []})
     return bare
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+import itertools
+import random
+import threading
+from collections import defaultdict, deque
 from typing import Any
 
 import pytest
@@ -20,7 +23,13 @@ from training_runs import message_of
 import zc
 from zc.optim.assignment import try_out
 from zc.optim.local import class_of, second_object
-from zc.optim.trials import keeps_state_by_parameter, takes_empty_groups
+from zc.optim.trials import (
+    check_positions,
+    keeps_state_by_parameter,
+    needs_a_gradient,
+    num_closure_calls,
+    takes_empty_groups,
+)
 from zc.registry import sharded
 
 CPU = torch.device("cpu")
@@ -112,6 +121,93 @@ def test_a_second_object() -> None:
     assert not second.state and len(optimizer.param_groups) == 3, "torch writes them into __dict__, which is shared"
 
 
+class Counter:
+    n = 0
+
+
+class Counting(Lion):
+    """Keeps counts, a queue, random numbers and a buffer among its attributes, and objects that refer to it."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.stats, self.counts, self.nested = {"n": torch.zeros(())}, [torch.zeros(())], [[0]]
+        self.defaults["n"] = torch.zeros(())
+        self.counter, self.recent, self.numbers = Counter(), deque([0], maxlen=4), itertools.count()
+        self.buffer = torch.zeros(5000)
+        self.views, self.random, self.lock = self.buffer.split(2500), random.Random(0), threading.Lock()
+        self.generator, self.count = torch.Generator(), self.count_one
+        self.counter.owner = self  # type: ignore[attr-defined]
+        self.param_groups[0]["counter"] = self.counter
+        self.schedule = torch.optim.lr_scheduler.ExponentialLR(self, 0.5)
+        self.state[self.param_groups[0]["params"][0]]["counts"] = [[0]]
+
+    def count_one(self) -> None:
+        self.counter.n += 1
+
+    def seen(self) -> dict[str, Any]:
+        given = [self.stats, self.counts, self.nested, self.defaults, self.counter.n, list(self.recent), self.numbers]
+        drawn = [self.random.getstate(), self.generator.get_state().tolist(), self.buffer.sum()]
+        return {"seen": repr([given, drawn]), "group": repr(self.param_groups), "state": repr(dict(self.state))}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        group = self.param_groups[0]
+        assert self.counter.owner is self and group["counter"] is self.counter  # type: ignore[attr-defined]
+        with self.lock:
+            self.count()
+        for item in (self.stats["n"], *self.counts, self.defaults["n"], self.buffer):
+            item += 1
+        assert self.views[1][0] == self.buffer[0]
+        self.nested[0][0] += 1
+        self.recent.append(next(self.numbers))
+        self.random.random()
+        torch.rand(1, generator=self.generator)
+        for state in self.state.values():
+            state["counts"][0][0] += 1
+        super().step()
+        self.schedule.step()
+
+
+def test_a_trial_changes_nothing_of_the_callers() -> None:
+    """Counts ran ahead before the first step, by what they stood in: trials shared all but the outermost containers."""
+    optimizer = Counting(matrices())
+    before = optimizer.seen()
+    try_out(optimizer, 2, CPU)
+    assert takes_empty_groups(optimizer, optimizer.param_groups, CPU) and num_closure_calls(optimizer) == 0
+    assert keeps_state_by_parameter(optimizer, optimizer.param_groups, CPU)
+    assert optimizer.seen() == before
+    for param in optimizer.param_groups[0]["params"]:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    assert optimizer.counter.n == 1 and optimizer.nested == [[1]] and optimizer.seen() != before
+
+
+@zc.elementwise
+class Drawing(Lion):
+    """Draws from what can't be copied."""
+
+    def __init__(self, params: Any, noise: Any) -> None:
+        super().__init__(params)
+        self.noise = {"drawn": [noise]}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        (noise,) = self.noise["drawn"]
+        noise.step() if isinstance(noise, Optimizer) else next(noise)
+
+
+def test_what_cant_be_copied_is_not_tried() -> None:
+    """A generator went on, and another optimizer made steps."""
+    numbers, params = (k for k in range(100)), matrices()
+    for noise, what in ((numbers, "a generator"), (torch.optim.SGD(params), "another optimizer, of SGD")):
+        optimizer = Drawing(matrices(), noise)
+        kind, text = message_of(lambda optimizer=optimizer: try_out(optimizer, 2, CPU))  # type: ignore[misc]
+        assert kind == "PlanError" and f"its noise holds {what}" in text, text
+        assert takes_empty_groups(optimizer, optimizer.param_groups, CPU) and num_closure_calls(optimizer) is None
+        assert not keeps_state_by_parameter(optimizer, optimizer.param_groups, CPU)
+    assert next(numbers) == 0
+
+
 def _with_an_empty_group(rank: int, world_size: int, stage: int) -> dict[str, Any]:
     twin, model = squares(), squares()
     alone, optimizer = Stacked(groups(twin)), Stacked(groups(model))
@@ -170,6 +266,156 @@ def test_a_rank_that_owns_of_a_group_what_is_frozen_alone() -> None:
     assert [False] in [seen["trains"] for seen in ranks], "some rank has only the frozen one"
     for seen in ranks:
         assert seen["worst"] < 1e-6, seen
+
+
+class Listing(Optimizer):
+    """Lists the gradients of a group, and fails where there are none."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            params = [param for param in group["params"] if param.grad is not None]
+            torch._foreach_add_(params, [param.grad for param in params], alpha=-group["lr"])
+
+
+class TakingEmpty(Listing):
+    """Lets pass a group that is empty, but none that has no gradient."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if any(group["params"] for group in self.param_groups):
+            super().step()
+
+
+@zc.elementwise
+class ListingElements(Listing):
+    pass
+
+
+class CountingGroups(Listing):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["num_steps"] = group.get("num_steps", 0) + 1
+        super().step()
+
+
+def test_which_class_needs_a_gradient() -> None:
+    makes = (Listing, TakingEmpty, ListingElements, Stacked, CountingGroups, Lion, Noisy)
+    needs = {make for make in makes if needs_a_gradient(make(matrices()), make(matrices()).param_groups, CPU)}
+    assert needs == {Listing, TakingEmpty, ListingElements, Stacked}
+
+
+class Heads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in range(2))
+
+    def forward(self, x: Tensor, k: int) -> Tensor:
+        out: Tensor = self.heads[k](x)
+        return out
+
+
+def heads() -> nn.Module:
+    torch.manual_seed(0)
+    return Heads()
+
+
+def _with_heads_in_turn(rank: int, world_size: int, make: type[Optimizer], stage: int) -> float:
+    twin, model = heads(), heads()
+    alone, optimizer = make(twin.parameters()), make(model.parameters())
+    model, optimizer = zc.compile(model, optimizer, stage=stage, backend="eager")
+    for step in range(4):
+        for which, its in ((twin, alone), (model, optimizer)):
+            which(torch.ones(3, 16), step % 2).square().mean().backward()
+            its.step()
+            its.zero_grad()
+    return worst(weights(model), weights(twin))[0]
+
+
+def test_a_rank_without_a_gradient_of_a_group() -> None:
+    """"Tensor list must have at least one tensor", on this rank alone."""
+    makes = (Listing, TakingEmpty, ListingElements)
+    for case, ranks in run_cases(_with_heads_in_turn, 2, itertools.product(makes, (1, 2))):
+        assert max(ranks) < 1e-6, case
+
+
+class ByIndex(Lion):
+    """Has a factor for each parameter, and a pair of options that has nothing to do with positions."""
+
+    def __init__(self, params: Any, where: str, entries: Any) -> None:
+        super().__init__(params)
+        self.where, self.betas = where, (0.9, 0.99)
+        for group in self.param_groups:
+            group["pair"] = [0.9, 0.99]
+        (vars(self) if where == "attribute" else self.param_groups[0])["entries"] = entries
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            entries = (vars(self) if self.where == "attribute" else group)["entries"]
+            for param, entry in zip(group["params"], entries, strict=False):
+                if param.grad is not None:
+                    param.sub_(group["lr"] * entry * param.grad)
+
+
+@pytest.mark.parametrize("where", ["attribute", "option of parameter group 0:"])
+def test_what_goes_by_position_is_refused(where: str) -> None:
+    """The class read entries of other ranks' parameters beside its own, in silence."""
+    params = matrices()
+    anchors = [param.detach().clone() for param in params]
+    for entries in ([1.0, 1.0, 10.0], (1.0, 2.0, 3.0), anchors):
+        kind, text = message_of(lambda entries=entries: check_positions(ByIndex(params, where, entries), CPU))  # type: ignore[misc]
+        assert kind == "PlanError" and f"each of 3 parameters, by position ({where} entries)" in text, text
+    kind, text = message_of(lambda: try_out(ByIndex(params, where, anchors), 2, CPU))
+    assert kind == "PlanError" and "by position" in text
+    for harmless in ([1.0, 1.0, 1.0], [2.0] * 4):
+        check_positions(ByIndex(params, where, harmless), CPU)
+    check_positions(ByIndex(params[:2], where, [1.0] * 9), CPU)  # two parameters and a pair
+    noisy = Noisy(params[:2])
+    noisy.param_groups[0]["betas"] = (0.9, 0.99)
+    check_positions(noisy, CPU)
+    try_out(ByIndex(params, where, anchors), 1, CPU)
+
+
+class ByName(Optimizer):
+    """Has a rate by name."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for name, param in zip(group["param_names"], group["params"], strict=True):
+                if param.grad is not None:
+                    param.sub_(group["lr"] * (1 + int(name.split(".")[0])) * param.grad)
+
+
+@zc.elementwise
+class ByNameOfElements(ByName):
+    pass
+
+
+def _with_names(rank: int, world_size: int, make: type[Optimizer]) -> dict[str, Any]:
+    twin, model = squares(), squares()
+    alone, optimizer = make(twin.named_parameters()), make(model.named_parameters())
+    model, optimizer = zc.compile(model, optimizer, backend="eager", bucket_nbytes=2048)
+    train(twin, alone, 0, 3)
+    train(model, optimizer, 0, 3)
+    given, saved = optimizer.param_groups[0]["param_names"], optimizer.state_dict()["param_groups"][0]["param_names"]
+    optimizer.load_state_dict(optimizer.state_dict())
+    loaded = optimizer.param_groups[0]["param_names"]
+    return {"worst": worst(weights(model), weights(twin))[0],
+            "are_whole": given == saved == loaded == alone.param_groups[0]["param_names"]}  # fmt: skip
+
+
+def test_names_of_parameters_go_with_them() -> None:
+    """A class that reads names beside its parameters took those of other ranks' parameters, in silence."""
+    for case, ranks in run_cases(_with_names, 2, (ByName, ByNameOfElements)):
+        for seen in ranks:
+            assert seen["worst"] < 1e-6 and seen["are_whole"], (case, seen)
 
 
 def _reducing(rank: int, world_size: int) -> dict[str, Any]:

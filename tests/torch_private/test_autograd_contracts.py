@@ -264,8 +264,9 @@ def test_a_bare_copy() -> None:
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     optimizer.register_step_pre_hook(lambda *_: calls.append("pre"))
     optimizer.register_step_post_hook(lambda *_: calls.append("post"))
-    copied: Any = torch_private.bare_copy(optimizer)
-    assert type(copied) is Own and copied.extra == [1] and copied.extra is not optimizer.extra
+    assert torch_private.bare_copy(optimizer).extra is optimizer.extra  # type: ignore[attr-defined]
+    copied: Any = torch_private.bare_copy(optimizer, copied=lambda _, items: {**items, "extra": [*items["extra"], 2]})
+    assert type(copied) is Own and copied.extra == [1, 2] and optimizer.extra == [1]
     assert copied.param_groups == [] and not copied.state
     copied.param_groups = [{**optimizer.param_groups[0], "params": [other]}]
     other.grad = torch.ones(2)

@@ -26,7 +26,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zc.errors import PlanError
-from zc.optim.trials import check_elementwise, check_independent
+from zc.optim.trials import check_elementwise, check_independent, check_positions
 from zc.planning.layout import Rule
 from zc.planning.traits import TRAITS, Traits
 
@@ -198,8 +198,9 @@ def rule_of(optimizer: Optimizer) -> Rule:
 
 
 def try_out(optimizer: Optimizer, world_size: int, device: torch.device) -> None:
-    """Tests on small data, on the masters' ``device``, what `elementwise` declared. For other classes, with several
-    ranks, tests that the update treats parameters one by one. Raises PlanError; changes nothing."""
+    """Tries on small data, on the masters' ``device``, what `elementwise` declared. For other classes, with several
+    ranks, tries that the update treats parameters one by one; for all, that none goes by a parameter's position.
+    Raises PlanError; changes nothing."""
     cls = type(optimizer)
     if is_known(optimizer):
         return
@@ -207,6 +208,8 @@ def try_out(optimizer: Optimizer, world_size: int, device: torch.device) -> None
         check_elementwise(optimizer, DECLARED[cls], device)
     elif world_size > 1:
         check_independent(optimizer, device)
+    if world_size > 1:
+        check_positions(optimizer, device)
 
 
 def note_of(optimizer: Optimizer) -> str | None:

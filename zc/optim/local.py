@@ -6,7 +6,8 @@ second object has ``param_groups`` and ``state`` of its own. Nothing has to be r
 
 A class that stacks the gradients of a group fails on an empty group. If a trial shows this
 (`zc.optim.trials.takes_empty_groups`), ``step`` sees only the groups of which this rank owns something that trains: it
-may leave out the frozen ones itself.
+may leave out the frozen ones itself. One that fails without gradients (`zc.optim.trials.needs_a_gradient`) sees those
+of which this rank has a gradient.
 """
 
 from __future__ import annotations

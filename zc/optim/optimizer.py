@@ -37,7 +37,14 @@ from zc.optim.local import REPLACED, second_object
 from zc.optim.param_writes import ParamWrites
 from zc.optim.sharded_value import ShardedValue
 from zc.optim.state_view import StateView
-from zc.optim.trials import Clears, clears_gradients, keeps_state_by_parameter, num_closure_calls, takes_empty_groups
+from zc.optim.trials import (
+    Clears,
+    clears_gradients,
+    keeps_state_by_parameter,
+    needs_a_gradient,
+    num_closure_calls,
+    takes_empty_groups,
+)
 from zc.planning.layout import Rule, Slot
 from zc.planning.plan import Bucket
 
@@ -71,6 +78,7 @@ class ShardedOptimizer:
         # what the methods of its class run on
         self.local: Any = second_object(optimizer, candidates(type(optimizer)))
         self._takes_empty_groups = True  # False: the step sees those of which this rank trains something
+        self._needs_a_gradient = False  # True: it sees those of which this rank has a gradient
         self.local.state, self.local.param_groups = optimizer.state, self._groups
         self.state = StateView(self)
         vars(optimizer)["state"] = self.state
@@ -154,6 +162,8 @@ class ShardedOptimizer:
             self.has_state_by_parameter = False
         if ranks.world_size > 1 and not takes_empty_groups(self.local, groups, device):
             self._takes_empty_groups = False
+        if ranks.world_size > 1 and needs_a_gradient(self.local, groups, device):
+            self._needs_a_gradient = True
 
     def _make_slice(self, name: str, bucket: Bucket, slot: Slot, is_empty: bool = False) -> None:
         rank, buffers = self.runtime.group.shard.rank, self.runtime.buffers
@@ -210,9 +220,20 @@ class ShardedOptimizer:
         name = self._names.get(id(param))
         return param if name is None else self.slices.get(name)
 
-    def _hide_empty_groups(self) -> None:
-        trains = [any(p.numel() and p.requires_grad for p in group["params"]) for group in self._groups]
-        self.local.param_groups = [group for group, is_seen in zip(self._groups, trains, strict=True) if is_seen]
+    def _limit_groups(self, *, has_grads: bool) -> None:
+        """Hides from the class the groups on which it fails, and names of parameters that have no slice here.
+        ``has_grads``: slices have their gradients."""
+        for own, group in zip(self._groups, self.optimizer.param_groups, strict=True):
+            if "param_names" in group:
+                named = zip(group["param_names"], group["params"], strict=False)
+                own["param_names"] = [name for name, param in named if self._own_of(param) is not None]
+        if has_grads and self._needs_a_gradient:
+            self.local.param_groups = [
+                group for group in self._groups if any(p.numel() and p.grad is not None for p in group["params"])
+            ]
+        elif not self._takes_empty_groups:
+            trains = [any(p.numel() and p.requires_grad for p in group["params"]) for group in self._groups]
+            self.local.param_groups = [group for group, is_seen in zip(self._groups, trains, strict=True) if is_seen]
 
     def _touched(self) -> tuple[int, ...]:
         """Its buckets of which some parameter has a gradient on some rank."""
@@ -223,6 +244,9 @@ class ShardedOptimizer:
         for own_slice in self.slices.values():
             own_slice.grad = None
         self.local.param_groups = self._groups
+        for own, group in zip(self._groups, self.optimizer.param_groups, strict=False):
+            if "param_names" in group:
+                own["param_names"] = group["param_names"]
         self._take_options()
         self.state.refresh()
 
@@ -326,8 +350,7 @@ class ShardedOptimizer:
         self._install(changed)
         self.updater.before(changed)
         self._updating = changed
-        if not self._takes_empty_groups:
-            self._hide_empty_groups()
+        self._limit_groups(has_grads=True)
         return (self.local, *args[1:]), kwargs
 
     def _after_step(self, *_: Any) -> None:
@@ -356,8 +379,7 @@ class ShardedOptimizer:
             self._install(self._touched())
         masters = {bucket.index: runtime.buffers.master_shard[bucket.index] for bucket in self.buckets}
         before = {index: master.clone() for index, master in masters.items()}
-        if not self._takes_empty_groups:
-            self._hide_empty_groups()
+        self._limit_groups(has_grads=False)
         try:
             result = getattr(cls, name)(self.local, *args, **kwargs)
         finally:

@@ -4,8 +4,9 @@
 |---|---|
 | is a slice updated as the whole is? | of what `zc.elementwise` declares |
 | is one parameter updated as if the others were not there? | of any other unknown class, with several ranks |
+| does it depend on a parameter's position? | of any unknown class with a list of as many entries, with several ranks |
 | does each state belong to the parameter that it is stored under? | of every unknown class, for checkpoints |
-| can a group be empty? | of every unknown class: a rank may own none of a group's parameters |
+| can a group be empty, or without a gradient? | of every unknown class: a rank may own no such parameter of a group |
 | how often is a closure called? | at the first ``step(closure)`` |
 | does ``step`` clear gradients itself? | of every unknown class |
 | which state has the parameter's shape? | of torch's elementwise classes, with offload |
@@ -18,12 +19,13 @@ in the same way.)
 from __future__ import annotations
 
 import contextlib
-import copy
 import enum
 import itertools
 import math
 import sys
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +35,7 @@ from torch.optim import Optimizer
 
 from zc import torch_private
 from zc.errors import PlanError
+from zc.optim.copies import Copies, UncopyableError
 from zc.optim.local import class_of
 from zc.optim.one_rank import one_rank
 
@@ -118,6 +121,48 @@ def check_independent(optimizer: Optimizer, device: torch.device) -> None:
             )
 
 
+def check_positions(optimizer: Optimizer, device: torch.device) -> None:
+    """Raises PlanError where an option or an attribute has an entry for each parameter, by position, since a rank sees
+    some parameters alone: a list of tensors of their shapes, or any other if equal parameters get different updates."""
+    if wrapped(optimizer) is not None:
+        return
+    groups = vars(optimizer)["param_groups"]
+    attributes = {key: item for key, item in vars(optimizer).items() if key not in ("state", "param_groups")}
+    everything = [param for group in groups for param in group["params"]]
+    places = [("attribute", attributes, everything, groups[0])]
+    for number, group in enumerate(groups):
+        options = {key: item for key, item in group.items() if key not in ("params", "param_names")}
+        places.append((f"option of parameter group {number}:", options, group["params"], group))
+    for where, items, params, group in places:
+        fit = [k for k, item in items.items() if isinstance(item, (list, tuple)) and len(item) == len(params) > 1]
+        by_shape = [key for key in fit if all(map(_is_value_of, items[key], params))]
+        if by_shape or (fit and _depends_on_position(optimizer, group, len(params), device)):
+            raise PlanError(
+                f"{type(optimizer).__name__} has an entry for each of {len(params)} parameters, by position ({where} "
+                f"{(by_shape or fit)[0]}), and ranks own different parameters. Give parameters with other options "
+                "groups of their own, and keep tensors in optimizer.state[param]"
+            )
+
+
+def _is_value_of(item: Any, param: Tensor) -> bool:
+    return isinstance(item, Tensor) and not isinstance(item, nn.Parameter) and item.shape == param.shape
+
+
+def _depends_on_position(optimizer: Optimizer, group: Mapping[str, Any], number: int, device: torch.device) -> bool:
+    """Whether equal parameters with equal gradients get different updates, which are not random."""
+    value, grads = small_data((16, 24), device)
+    try:
+        one, other = (
+            [each.elementwise() for each in update_copy(optimizer, group, [value] * number, [grads[:1]] * number, seed)]
+            for seed in (1, 2)
+        )
+    except Exception:  # noqa: BLE001  (it can't be tried)
+        return False
+    if any(difference(a, b) is not None for a, b in zip(one, other, strict=True)):
+        return False
+    return any(difference(one[0], each) is not None for each in one)
+
+
 def keeps_state_by_parameter(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]], device: torch.device) -> bool:
     """Whether each state was shown to belong to the parameter that it is stored under: an update of several parameters
     leaves the same states as updates of one each. A momentum that is stacked under a group's first parameter does not.
@@ -145,9 +190,36 @@ def takes_empty_groups(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]
     try:
         for group in groups:
             update_copy(optimizer, group, [], [], seed=1)
+    except UncopyableError:  # not tried
+        return True
     except Exception:  # noqa: BLE001  (whatever it is, a rank that owns nothing of the group would meet it)
         return False
     return True
+
+
+def needs_a_gradient(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]], device: torch.device) -> bool:
+    """Whether the update of a group fails where none of its parameters has a gradient, and may then be left out.
+
+    It may not if the class counts updates in the group: this rank's count would fall behind that of the others.
+    """
+    if wrapped(optimizer) is not None:
+        return False
+    fails = False
+    for group in groups:
+        for (shape, *_), _ in PAIRS:
+            value, grads = small_data(shape, device)
+            try:
+                (once,), (thrice,) = (update_copy(optimizer, group, [value], [own], 1) for own in (grads[:1], grads))
+            except Exception:  # noqa: BLE001  (the next shape)
+                continue
+            if not same_state(dict(leaves(once.options)), dict(leaves(thrice.options)), 0.0):
+                return False
+            try:
+                update_copy(optimizer, group, [value], [[]], seed=1)
+            except Exception:  # noqa: BLE001  (whatever it is, a rank without a gradient would meet it)
+                fails = True
+            break
+    return fails
 
 
 class Clears(enum.Enum):
@@ -290,6 +362,7 @@ class Updated(NamedTuple):
     state: Mapping[str, Any]
     returned: Any = None  # by the last of the methods that were called
     grad: Tensor | None = None  # what is left of its last gradient
+    options: Mapping[str, Any] = MappingProxyType({})  # of its group
 
     def elementwise(self) -> dict[str, Tensor]:
         """The change under "", and each floating-point state of the parameter's size. Codes of a quantised state are
@@ -323,18 +396,21 @@ def update_copy(
     methods: Sequence[str] = (),
 ) -> list[Updated]:
     """What a copy of ``optimizer`` makes of ``values`` with ``grads``, in as many steps as each has gradients, and in
-    calls of ``methods`` after them. State under strings counts as state of each parameter, under ""."""
+    calls of ``methods`` after them. Without gradients it is one step. State under strings counts as state of each
+    parameter, under ""."""
     params = [nn.Parameter(value.clone()) for value in values]
-    twin = torch_private.bare_copy(optimizer, class_of(optimizer))
-    options = {key: _copy(option, optimizer) for key, option in group.items() if key != "params"}
+    twin, copies = _twin(optimizer)
+    options = copies.copied({key: option for key, option in group.items() if key != "params"})
     if "lr" in options and not float(options["lr"]) > 0:  # a warmup that begins at 0 would hide every difference
         rates = (group.get("initial_lr"), optimizer.defaults.get("lr"), 1e-3)
         options["lr"] = float(next(rate for rate in rates if rate is not None and float(rate) > 0))
+    if "param_names" in options:  # names may differ in what they do, so all have the first one
+        options["param_names"] = options["param_names"][:1] * len(params)
     twin.param_groups = [{**options, "params": params}]
     first = optimizer.state.get(group["params"][0], {}) if group["params"] else {}  # by __init__ (Adagrad)
-    twin.state.update({key: copy.deepcopy(item) for key, item in optimizer.state.items() if isinstance(key, str)})
+    twin.state.update(copies.copied({key: item for key, item in optimizer.state.items() if isinstance(key, str)}))
     for param in params if first else ():
-        twin.state[param] = {key: _like(key, item, group["params"][0], param) for key, item in first.items()}
+        twin.state[param] = _like(first, group["params"][0], param, Copies(optimizer, twin, copies.known))
 
     def refuse(collective: str) -> None:
         raise Communicates(collective)
@@ -348,9 +424,9 @@ def update_copy(
         for device in devices:
             with torch.accelerator.device_index(device.index):
                 torch.get_device_module(device).manual_seed(seed)
-        for k in range(len(grads[0]) if grads else 1):
+        for k in range(max(map(len, grads), default=1) or 1):
             for param, own in zip(params, grads, strict=True):
-                param.grad = own[k].clone()
+                param.grad = own[k].clone() if own else None
             twin.step(*([closure] if closure is not None else []))
         returned: Any = None
         for method in methods:
@@ -360,7 +436,9 @@ def update_copy(
     states = [{**twin.state.get(param, {}), **({"": others} if others else {})} for param in params]
     returned = None if returned is twin else returned
     left = [param.grad for param in params]
-    return [Updated(change, state, returned, grad) for change, state, grad in zip(changes, states, left, strict=True)]
+    options = {key: option for key, option in twin.param_groups[0].items() if key != "params"}
+    of_each = zip(changes, states, left, strict=True)
+    return [Updated(change, state, returned, grad, options) for change, state, grad in of_each]
 
 
 def difference(one: Mapping[str, Tensor], other: Mapping[str, Tensor], close: float = CLOSE) -> str | None:
@@ -408,23 +486,34 @@ def same_state(one: Mapping[Any, Any], other: Mapping[Any, Any], close: float | 
     return True
 
 
-def _like(key: str, item: Any, like: Tensor, param: Tensor) -> Any:
-    """``param``'s state, made like that of the parameter ``like``."""
-    if not isinstance(item, Tensor):
-        return copy.copy(item)
-    if key == "step" or item.shape != like.shape:  # the count of steps is 0-d, and so may a parameter be
-        return item.clone()
-    return torch.full_like(param, float(item.reshape(-1)[0]) if item.numel() else 0.0)
+def _like(first: Mapping[str, Any], like: Tensor, param: Tensor, copies: Copies) -> dict[str, Any]:
+    """``param``'s state, made like ``first``, that of the parameter ``like``."""
+    filled = {
+        key: torch.full_like(param, float(item.reshape(-1)[0]) if item.numel() else 0.0)
+        for key, item in first.items()  # the count of steps is 0-d, and so may a parameter be
+        if isinstance(item, Tensor) and key != "step" and item.shape == like.shape
+    }
+    return {**copies.copied({key: item for key, item in first.items() if key not in filled}), **filled}
 
 
-def _copy(option: Any, optimizer: Optimizer) -> Any:
-    """Of a group's option. Parameters of ``optimizer`` in it become ones without elements: they may have no bytes."""
-    if isinstance(option, Tensor):
-        return option.clone()
+def _twin(optimizer: Optimizer) -> tuple[Optimizer, Copies]:
+    """A copy of ``optimizer`` without parameters and state, and what makes further copies for it. A class of torch's
+    leaves attributes alone that others have set, so they are shared."""
+    state: defaultdict[Any, Any] = defaultdict(dict)
+    known: dict[int, Any] = {id(optimizer.state): state, id(vars(optimizer)["state"]): state}
     with torch_private.without_torch_function():
-        params = [param for group in vars(optimizer)["param_groups"] for param in group["params"]]
-        on_meta = {id(p): nn.Parameter(p.new_empty(p.shape, device="meta"), p.requires_grad) for p in params}
-    return copy.deepcopy(option, on_meta)
+        for group in (*vars(optimizer)["param_groups"], *optimizer.param_groups):
+            for p in group["params"]:  # on meta: it may have no bytes
+                known[id(p)] = nn.Parameter(p.new_empty(p.shape, device="meta"), p.requires_grad)
+    made: list[Copies] = []
+
+    def copied(bare: Optimizer, attributes: dict[str, Any]) -> dict[str, Any]:
+        made.append(Copies(optimizer, bare, known))
+        return attributes if type(bare).__module__.startswith("torch.optim") else made[0].copied(attributes)
+
+    twin = torch_private.bare_copy(optimizer, class_of(optimizer), copied)
+    twin.state = state
+    return twin, made[0]
 
 
 def wrapped(optimizer: Optimizer) -> str | None:
