@@ -12,7 +12,7 @@ may leave out the frozen ones itself.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import MethodType
 from typing import Any
 
@@ -68,6 +68,18 @@ def second_object(optimizer: Optimizer, others: Iterable[str] = ()) -> Any:
     for name in torch_private.STEP_HOOKS:
         setattr(second, name, OrderedDict())
     return second
+
+
+def with_zero_grad(optimizer: Optimizer, zero_grad: Callable[..., None]) -> Any:
+    """``optimizer`` once more, with the same ``__dict__``. Where its class overrides zero_grad and calls that of its
+    superclass, it finds ``zero_grad`` (a method) in place of torch's."""
+    cls = type(optimizer)
+    bottom = type(Optimizer.__name__, (Optimizer,), {"__module__": __name__, "zero_grad": zero_grad})
+    body = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    own_class: Any = type(cls)(cls.__name__, (cls, bottom), body)  # type: ignore[misc]  # its metaclass
+    again: Any = object.__new__(own_class)
+    again.__dict__ = optimizer.__dict__
+    return again
 
 
 def class_of(optimizer: Optimizer) -> type[Optimizer]:

@@ -33,7 +33,7 @@ from zc.errors import PlanError, ZcError
 from zc.optim.assignment import is_known
 from zc.optim.class_methods import candidates, mentions, on_slices
 from zc.optim.grad_shards import GradShards, ShardedGrad
-from zc.optim.local import REPLACED, second_object
+from zc.optim.local import REPLACED, second_object, with_zero_grad
 from zc.optim.param_writes import ParamWrites
 from zc.optim.sharded_value import ShardedValue
 from zc.optim.state_view import StateView
@@ -436,10 +436,33 @@ def replace_methods(model: nn.Module, sharded: ShardedOptimizer) -> None:
         # in a loop that the caller compiles Dynamo would look at parameters that have no bytes
         step = torch.compiler.disable(step)  # type: ignore[no-untyped-call]
     optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
-    optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
+    optimizer.zero_grad = _override_of_zero_grad(optimizer, owner) or zero_grad  # type: ignore[method-assign]
     optimizer.add_param_group = add_param_group  # type: ignore[method-assign]
     optimizer.state_dict = state_dict  # type: ignore[method-assign]
     optimizer.load_state_dict = load_state_dict  # type: ignore[method-assign]
+
+
+def _override_of_zero_grad(optimizer: Optimizer, owner: ShardedOptimizer) -> Callable[..., Any] | None:
+    """Calls the zero_grad that somebody has set on the object, or that of its class, which finds zc's in place of
+    torch's. None where both are torch's."""
+    override: Callable[..., Any] | None = vars(optimizer).get("zero_grad")
+    if override is None and type(optimizer).zero_grad is not Optimizer.zero_grad:
+
+        def of_torch(_: Optimizer, set_to_none: bool = True) -> None:
+            owner.zero_grad(set_to_none=set_to_none)
+
+        override = MethodType(type(optimizer).zero_grad, with_zero_grad(optimizer, of_torch))
+    if override is None:
+        return None
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # as torch's own
+    @functools.wraps(getattr(override, "__func__", override))
+    def zero_grad(*args: Any, **kwargs: Any) -> Any:
+        result = override(*args, **kwargs)
+        owner.runtime.notice_cleared()  # those that it has set to None itself
+        return result
+
+    return zero_grad  # type: ignore[no-any-return]
 
 
 def _on_slices(cls: type[Optimizer], name: str, owner: ShardedOptimizer) -> Callable[..., Any]:

@@ -1,0 +1,119 @@
+"""Optimizers that decide themselves when gradients are cleared, against the same loop in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+from harness import run_cases
+from models import CASES
+from oracle import weights, worst
+from torch import nn
+from torch.optim import SGD, Optimizer
+
+import zc
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+CASE = CASES["mlp"]
+STAGES = (1, 2, 3)
+Params = Iterable[nn.Parameter]
+
+
+class Skips(SGD):
+    """Each fourth call of step updates, and each fourth zero_grad clears."""
+
+    num_steps = 0
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        self.num_steps += 1
+        return super().step(closure) if self.num_steps % 4 == 0 else None
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        if self.num_steps % 4 == 0:
+            super().zero_grad(set_to_none)
+
+
+class SetsRate(SGD):
+    """Its zero_grad sets the learning rate, and takes another argument."""
+
+    num_calls = 0
+
+    def zero_grad(self, set_to_none: bool = True, *, decay: float = 1.5) -> None:
+        self.num_calls += 1
+        for group in self.param_groups:
+            group["lr"] /= decay
+        super().zero_grad(set_to_none)
+
+
+class ByHand(SGD):
+    """Its zero_grad clears every second time, one parameter after the other."""
+
+    num_calls, to_none = 0, True
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.num_calls += 1
+        for param in (p for group in self.param_groups for p in group["params"] if self.num_calls % 2 == 0):
+            if self.to_none:
+                param.grad = None
+            elif param.grad is not None:
+                param.grad.zero_()
+
+
+class ZeroesByHand(ByHand):
+    to_none = False
+
+
+def patched(params: Params) -> Optimizer:
+    """Clears every fourth time, by a function on the object."""
+    optimizer = SGD(params, lr=0.1)
+    of_torch, calls = optimizer.zero_grad, list[bool]()
+
+    def zero_grad(set_to_none: bool = True) -> None:
+        calls.append(set_to_none)
+        if len(calls) % 4 == 0:
+            of_torch(set_to_none)
+
+    optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
+    return optimizer
+
+
+OVERRIDES: dict[str, Callable[[Params], Optimizer]] = {
+    **{cls.__name__: lambda params, cls=cls: cls(params, lr=0.1) for cls in (Skips, SetsRate, ByHand, ZeroesByHand)},
+    "patched": patched,
+}
+
+
+def _against_one_process(
+    rank: int, world_size: int, stage: int, make: Callable[[Params], Optimizer], clears: bool
+) -> dict[str, Any]:
+    """``clears``: the loop calls zero_grad."""
+    model, twin = CASE.model(), CASE.model()
+    plain = make(twin.parameters())
+    model, optimizer = zc.compile(model, make(model.parameters()), stage=stage, backend="eager", bucket_nbytes=4096)
+    shown = []
+    for step in range(8):
+        CASE.loss(model, CASE.batch(rank, step, 0)).backward()
+        for r in range(world_size):
+            (CASE.loss(twin, CASE.batch(r, step, 0)) / world_size).backward()
+        for each in (optimizer, plain):
+            each.step()
+            if clears:
+                each.zero_grad()
+        has_grad, wanted = ([p.grad is not None for p in each.parameters()] for each in (model, twin))
+        shown.append(has_grad == wanted)
+    with zc.whole_parameters(model):
+        error = worst(weights(model), weights(twin))
+    rates = [[group["lr"] for group in each.param_groups] for each in (optimizer, plain)]
+    return {"error": error, "shown": shown, "rates": rates[0] == rates[1]}
+
+
+def _overridden(rank: int, world_size: int, stage: int, name: str) -> dict[str, Any]:
+    return _against_one_process(rank, world_size, stage, OVERRIDES[name], clears=True)
+
+
+def test_a_zero_grad_of_the_class_or_the_object_is_called() -> None:
+    cases = [(stage, "Skips") for stage in STAGES] + [(1 + k % 3, name) for k, name in enumerate(OVERRIDES) if k]
+    for case, ranks in run_cases(_overridden, 2, cases):
+        for seen in ranks:
+            assert seen["error"][0] < 2e-5 and all(seen["shown"]) and seen["rates"], (case, seen)
