@@ -6,11 +6,13 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
-from harness import run_cases
+import torch
+from harness import run_cases, run_ranks
 from models import CASES
 from oracle import weights, worst
 from torch import nn
 from torch.optim import SGD, Optimizer
+from training_runs import message_of
 
 import zc
 
@@ -64,9 +66,9 @@ class ZeroesByHand(ByHand):
     to_none = False
 
 
-def patched(params: Params) -> Optimizer:
+def patched(params: Params, cls: type[SGD] = SGD) -> Optimizer:
     """Clears every fourth time, by a function on the object."""
-    optimizer = SGD(params, lr=0.1)
+    optimizer = cls(params, lr=0.1)
     of_torch, calls = optimizer.zero_grad, list[bool]()
 
     def zero_grad(set_to_none: bool = True) -> None:
@@ -98,6 +100,8 @@ def _against_one_process(
             (CASE.loss(twin, CASE.batch(r, step, 0)) / world_size).backward()
         for each in (optimizer, plain):
             each.step()
+            if isinstance(each, Shrinks) and step % 2:
+                each.shrink()
             if clears:
                 each.zero_grad()
         has_grad, wanted = ([p.grad is not None for p in each.parameters()] for each in (model, twin))
@@ -117,3 +121,93 @@ def test_a_zero_grad_of_the_class_or_the_object_is_called() -> None:
     for case, ranks in run_cases(_overridden, 2, cases):
         for seen in ranks:
             assert seen["error"][0] < 2e-5 and all(seen["shown"]) and seen["rates"], (case, seen)
+
+
+class UpdatesSometimes(SGD):
+    """Gradients add up inside the optimizer: each ``every``-th step updates and clears."""
+
+    every, num_steps = 2, 0
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        self.num_steps += 1
+        if self.num_steps % self.every == 0:
+            super().step(closure)
+            self.clear_all()
+
+    def clear_all(self) -> None:
+        self.zero_grad()
+
+
+class EachFourth(UpdatesSometimes):
+    every = 4
+
+
+class ZeroesEachFourth(EachFourth):
+    def clear_all(self) -> None:
+        self.zero_grad(set_to_none=False)
+
+
+class BiasesByHand(UpdatesSometimes):
+    """Sets some gradients to None; the others go on adding up."""
+
+    def clear_all(self) -> None:
+        for param in (p for group in self.param_groups for p in group["params"] if p.dim() == 1):
+            param.grad = None
+
+
+class ZeroesByHandSometimes(UpdatesSometimes):
+    def clear_all(self) -> None:
+        for param in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            _zero(param.grad)
+
+
+def _zero(grad: Any) -> None:
+    grad.detach().zero_()
+
+
+class OnlyHere(UpdatesSometimes):
+    """One rank alone clears, by a condition of its own."""
+
+    def clear_all(self) -> None:
+        if torch.distributed.get_rank() == 0:
+            self.zero_grad()
+
+
+class Shrinks(SGD):
+    """Clears in another method of the class, which changes weights."""
+
+    def shrink(self) -> None:
+        for param in (p for group in self.param_groups for p in group["params"]):
+            param.data.mul_(0.9)
+        self.zero_grad()
+
+
+CLASSES = (UpdatesSometimes, EachFourth, ZeroesEachFourth, BiasesByHand, ZeroesByHandSometimes, Shrinks)
+STEPS: dict[str, Callable[[Params], Optimizer]] = {
+    **{cls.__name__: lambda params, cls=cls: cls(params, lr=0.05) for cls in CLASSES},
+    "patched": lambda params: patched(params, UpdatesSometimes),
+}
+
+
+def _in_step(rank: int, world_size: int, stage: int, name: str) -> dict[str, Any]:
+    return _against_one_process(rank, world_size, stage, STEPS[name], clears=False)
+
+
+def test_what_a_step_clears_is_cleared_and_nothing_else() -> None:
+    cases = [(stage, "UpdatesSometimes") for stage in STAGES] + [(1 + k % 3, name) for k, name in enumerate(STEPS) if k]
+    for case, ranks in run_cases(_in_step, 3, cases):
+        for seen in ranks:
+            assert seen["error"][0] < 2e-5 and all(seen["shown"]), (case, seen)
+
+
+def _on_one_rank(rank: int, world_size: int) -> tuple[str, str]:
+    model = CASE.model()
+    model, optimizer = zc.compile(model, OnlyHere(model.parameters(), lr=0.05), backend="eager")
+    CASE.loss(model, CASE.batch(rank, 0, 0)).backward()
+    optimizer.step()
+    return message_of(optimizer.step)
+
+
+def test_ranks_that_clear_differently_are_refused() -> None:
+    for kind, text in run_ranks(_on_one_rank, 2):
+        assert kind == "ZcError" and "OnlyHere has set the gradient of" in text and "on others" in text

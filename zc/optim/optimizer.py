@@ -31,13 +31,13 @@ from zc import torch_private
 from zc.engine.memory_order import change_each, flattened, in_shape, is_cut
 from zc.errors import PlanError, ZcError
 from zc.optim.assignment import is_known
-from zc.optim.class_methods import candidates, mentions, on_slices
+from zc.optim.class_methods import candidates, may_zero, mentions, on_slices
 from zc.optim.grad_shards import GradShards, ShardedGrad
 from zc.optim.local import REPLACED, second_object, with_zero_grad
 from zc.optim.param_writes import ParamWrites
 from zc.optim.sharded_value import ShardedValue
 from zc.optim.state_view import StateView
-from zc.optim.trials import Clears, clears_gradients, keeps_state_by_parameter, num_closure_calls, takes_empty_groups
+from zc.optim.trials import keeps_state_by_parameter, num_closure_calls, takes_empty_groups
 from zc.planning.layout import Rule, Slot
 from zc.planning.plan import Bucket
 
@@ -69,7 +69,16 @@ class ShardedOptimizer:
         self.grad_shards, self._writes = grad_shards, writes
         self._closures = Closures(optimizer)
         # what the methods of its class run on
-        self.local: Any = second_object(optimizer, candidates(type(optimizer)))
+        owner = weakref.proxy(self)
+
+        def zero_grad(second: Optimizer, set_to_none: bool = True) -> None:
+            owner.called_zero_grad[0 if set_to_none else 1] = 1
+            Optimizer.zero_grad(second, set_to_none)
+
+        self.local: Any = second_object(optimizer, zero_grad, candidates(type(optimizer)))
+        # by the method of the class that runs now, and so by all ranks: which set to None, which made zeros
+        self.called_zero_grad = [0, 0]
+        self._is_known, self._may_zero = is_known(optimizer), may_zero(type(optimizer))
         self._takes_empty_groups = True  # False: the step sees those of which this rank trains something
         self.local.state, self.local.param_groups = optimizer.state, self._groups
         self.state = StateView(self)
@@ -78,7 +87,6 @@ class ShardedOptimizer:
         # False: its state loads only where the same parameters are updated together (zc/checkpoint/other_state.py)
         self.has_state_by_parameter = True
         self.methods: list[str] = []  # of the class, that run on slices when the caller calls them
-        self._clears = Clears.NOTHING  # what its step leaves of gradients
         self._updating: tuple[int, ...] | None = None  # inside of the class's step: buckets with a gradient
         self.updater: Updater  # from `start` on
         self._remove_hooks: Callable[[], None] | None = None
@@ -142,14 +150,13 @@ class ShardedOptimizer:
 
     def _try(self, groups: Sequence[dict[str, Any]]) -> None:
         """Tries how an unknown optimizer treats these groups."""
-        if is_known(self.optimizer):
+        if self._is_known:
             return
         plan, ranks = self.runtime.plan, self.runtime.group.shard
         device = plan.buckets[0].device if plan.offload is None else torch.device("cpu")
         if not self._num_tried:
             block = None if self.rule.whole else self.rule.block
             self.methods = on_slices(self.local, block, groups, device)
-            self._clears = clears_gradients(self.local, groups, device)
         if not keeps_state_by_parameter(self.local, groups, device):
             self.has_state_by_parameter = False
         if ranks.world_size > 1 and not takes_empty_groups(self.local, groups, device):
@@ -218,6 +225,52 @@ class ShardedOptimizer:
         """Its buckets of which some parameter has a gradient on some rank."""
         return tuple(b.index for b in self.buckets if any(self.runtime.accumulators.touched[b.index]))
 
+    def _cleared(self, buckets: Sequence[int]) -> list[int]:
+        """Flags of what a method of the class has done to the gradients in these buckets, as far as this rank owns some
+        of them: whether it has called zero_grad, to None and to zeros, and then for each parameter whether it has set
+        the gradient to None, made it zeros, or left it."""
+        flags, self.called_zero_grad = self.called_zero_grad, [0, 0]
+        for name, _ in self._touched_in(buckets):
+            own = self.slices.get(name)
+            if own is None or not own.numel():
+                flags += (0, 0, 0)
+                continue
+            is_zero = self._may_zero and own.grad is not None and not own.grad.any()
+            flags += (int(own.grad is None), int(is_zero), int(own.grad is not None and not is_zero))
+        return flags
+
+    def _touched_in(self, buckets: Sequence[int]) -> list[tuple[str, tuple[int, int]]]:
+        """Names and places of the parameters in these buckets that have a gradient on some rank."""
+        plan, touched = self.runtime.plan, self.runtime.accumulators.touched
+        slots = (((index, k), slot) for index in buckets for k, slot in enumerate(plan.buckets[index].slots))
+        return [(slot.name, (index, k)) for (index, k), slot in slots if touched[index][k]]
+
+    def _clear(self, buckets: Sequence[int], flags: Sequence[int]) -> None:
+        """Does to gradients what a method of the class has done to those of its slices. ``flags``: the largest of all
+        ranks'. Raises ZcError where ranks have done different things."""
+        (to_none, to_zeros), each = flags[:2], [flags[k : k + 3] for k in range(2, len(flags), 3)]
+        touched = list(zip(self._touched_in(buckets), each, strict=True))
+        groups = self.optimizer.param_groups if to_none else []
+        in_groups = {self._names.get(id(p)) for group in groups for p in group["params"]}
+        for (name, _), (is_none, is_zero, is_left) in touched:
+            if (is_none or name in in_groups) and (is_zero or is_left):
+                raise ZcError(
+                    f"{type(self.optimizer).__name__} has set the gradient of {name} to None on some ranks, in a "
+                    "method of its class, and kept it on others: let it clear gradients on all ranks or on none"
+                )
+        if to_none or to_zeros:
+            self.zero_grad(set_to_none=bool(to_none))
+            touched = []
+        gone = {name: where for (name, where), (is_none, *_) in touched if is_none}
+        for name in gone:
+            self.runtime.params[name].grad = None
+        if gone:
+            self.runtime.drop(list(gone.values()), set_to_none=True)
+        zeros = [where for (_, where), (_, is_zero, is_left) in touched if is_zero and not is_left]
+        if zeros:
+            self.grad_shards.drop_norms()
+            self.runtime.drop(zeros, set_to_none=False)
+
     def _leave(self) -> None:
         """At the end of a method of the class, also by raising."""
         for own_slice in self.slices.values():
@@ -268,6 +321,7 @@ class ShardedOptimizer:
         """That of the class, with slices for parameters."""
         self.look_at_groups()
         self.local.load_state_dict(state_dict)
+        self.called_zero_grad = [0, 0]
         self.state.loaded(self._names.values())
         self._take_options()
         self.local.param_groups = self._groups
@@ -329,6 +383,7 @@ class ShardedOptimizer:
 
     def _after_step(self, *_: Any) -> None:
         changed, self._updating = self._updating or (), None
+        cleared = [] if self._is_known else self._cleared(changed)
         self._leave()
         self._check_places("in step()")
         self.updater.after(changed)
@@ -336,8 +391,9 @@ class ShardedOptimizer:
         self._writes.remember()
         self.runtime.after_update(self.number)
         self.runtime.weights.watch()
-        if self._clears is not Clears.NOTHING:
-            self.zero_grad(set_to_none=self._clears is Clears.ALL)
+        if not self._is_known:
+            text = f"the end of {type(self.optimizer).__name__}.step()"
+            self._clear(changed, self.runtime.group.max_on_host(cleared, text))
 
     def run_on_slices(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs another method of the class, all ranks the same, and publishes the weights that it has changed."""
@@ -349,24 +405,27 @@ class ShardedOptimizer:
         self._writes.take_over()
         self.look_at_groups()
         runtime.wait_for_host_memory()
+        with_grads = self._touched() if reads_grads else ()
         if reads_grads:
-            self._install(self._touched())
+            self._install(with_grads)
         masters = {bucket.index: runtime.buffers.master_shard[bucket.index] for bucket in self.buckets}
         before = {index: master.clone() for index, master in masters.items()}
         self._hide_empty_groups()
         try:
             result = getattr(cls, name)(self.local, *args, **kwargs)
         finally:
+            cleared = self._cleared(with_grads)
             self._leave()
             self._check_places(f"in {name}()")
             flags = [int(not torch.equal(before[index], master)) for index, master in masters.items()]
-            flags = runtime.group.max_on_host(flags, f"the end of {cls.__name__}.{name}()")
-            changed = tuple(index for index, is_changed in zip(masters, flags, strict=True) if is_changed)
+            flags = runtime.group.max_on_host([*flags, *cleared], f"the end of {cls.__name__}.{name}()")
+            changed = tuple(index for index, is_changed in zip(masters, flags, strict=False) if is_changed)
             self.updater.publish(changed)
             self._writes.remember()
             runtime.weights.watch()
             if reads_grads:
                 self.grad_shards.drop_norms()
+            self._clear(with_grads, flags[len(masters) :])
         return self.optimizer if result is self.local else result
 
     def publish_rest(self) -> None:

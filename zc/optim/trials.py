@@ -7,7 +7,6 @@
 | does each state belong to the parameter that it is stored under? | of every unknown class, for checkpoints |
 | can a group be empty? | of every unknown class: a rank may own none of a group's parameters |
 | how often is a closure called? | at the first ``step(closure)`` |
-| does ``step`` clear gradients itself? | of every unknown class |
 | which state has the parameter's shape? | of torch's elementwise classes, with offload |
 
 A copy of the caller's optimizer, with a group's own options, updates them. The caller's objects and random numbers stay
@@ -19,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import enum
 import itertools
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -149,31 +147,6 @@ def takes_empty_groups(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]
     return True
 
 
-class Clears(enum.Enum):
-    """What an optimizer's step leaves of the gradients."""
-
-    NOTHING = "they stay"
-    VALUES = "zeros"
-    ALL = "None"
-
-
-def clears_gradients(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]], device: torch.device) -> Clears:
-    """Whether ``step`` clears gradients itself, as far as that can be tried."""
-    if wrapped(optimizer) is not None:
-        return Clears.NOTHING
-    for group in groups:
-        for (shape, *_), _ in PAIRS:
-            value, grads = small_data(shape, device)
-            try:
-                (updated,) = update_copy(optimizer, group, [value], [grads], seed=1)
-            except Exception:  # noqa: BLE001  (the next shape)
-                continue
-            if updated.grad is None:
-                return Clears.ALL
-            return Clears.NOTHING if updated.grad.any() else Clears.VALUES
-    return Clears.NOTHING
-
-
 def num_closure_calls(optimizer: Optimizer) -> int | None:
     """How often one ``step(closure)`` calls its closure; None where that can't be tried."""
     if wrapped(optimizer) is not None:
@@ -286,7 +259,6 @@ class Updated(NamedTuple):
     change: Tensor
     state: Mapping[str, Any]
     returned: Any = None  # by the last of the methods that were called
-    grad: Tensor | None = None  # what is left of its last gradient
 
     def elementwise(self) -> dict[str, Tensor]:
         """The change under "", and each floating-point state of the parameter's size. Codes of a quantised state are
@@ -356,8 +328,7 @@ def update_copy(
     others = {key: item for key, item in twin.state.items() if isinstance(key, str)}
     states = [{**twin.state.get(param, {}), **({"": others} if others else {})} for param in params]
     returned = None if returned is twin else returned
-    left = [param.grad for param in params]
-    return [Updated(change, state, returned, grad) for change, state, grad in zip(changes, states, left, strict=True)]
+    return [Updated(change, state, returned) for change, state in zip(changes, states, strict=True)]
 
 
 def difference(one: Mapping[str, Tensor], other: Mapping[str, Tensor], close: float = CLOSE) -> str | None:
