@@ -11,7 +11,7 @@ from harness import run_cases, run_ranks
 from models import CASES
 from oracle import weights, worst
 from torch import nn
-from torch.optim import SGD, Optimizer
+from torch.optim import SGD, AdamW, Optimizer
 from training_runs import message_of
 
 import zc
@@ -211,3 +211,36 @@ def _on_one_rank(rank: int, world_size: int) -> tuple[str, str]:
 def test_ranks_that_clear_differently_are_refused() -> None:
     for kind, text in run_ranks(_on_one_rank, 2):
         assert kind == "ZcError" and "OnlyHere has set the gradient of" in text and "on others" in text
+
+
+def _leaves_a_group(rank: int, world_size: int, stage: int, set_to_none: bool, of_model: bool) -> dict[str, Any]:
+    """A parameter leaves its group for two updates. Nobody clears its gradient there but the model's zero_grad."""
+    model, twin = CASE.model(), CASE.model()
+    plain = AdamW(twin.parameters(), lr=1e-2)
+    model, optimizer = zc.compile(
+        model, AdamW(model.parameters(), lr=1e-2), stage=stage, backend="eager", bucket_nbytes=4096
+    )
+    for step in range(6):
+        CASE.loss(model, CASE.batch(rank, step, 0)).backward()
+        for r in range(world_size):
+            (CASE.loss(twin, CASE.batch(r, step, 0)) / world_size).backward()
+        for each, net in ((optimizer, model), (plain, twin)):
+            params = list(net.parameters())
+            each.step()
+            if step == 1:  # between the step and zero_grad: the first one already leaves it
+                each.param_groups[0]["params"] = [p for p in params if p is not params[0]]
+            if of_model:
+                net.zero_grad(set_to_none)
+            else:
+                each.zero_grad(set_to_none)
+            if step == 3:
+                each.param_groups[0]["params"].append(params[0])
+    with zc.whole_parameters(model):
+        return {"error": worst(weights(model), weights(twin))}
+
+
+def test_zero_grad_keeps_the_gradient_of_what_has_left_its_groups() -> None:
+    cases = [(1, True, False), (2, True, False), (2, False, False), (3, True, False), (2, True, True)]
+    for case, ranks in run_cases(_leaves_a_group, 2, cases):
+        for seen in ranks:
+            assert seen["error"][0] < 2e-5, (case, seen)

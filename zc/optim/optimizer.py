@@ -16,6 +16,7 @@ gradients. So zc calls it first, and the optimizer gets a function that only ret
 from __future__ import annotations
 
 import functools
+import itertools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
@@ -65,6 +66,7 @@ class ShardedOptimizer:
         self._places: dict[str, int] = {}  # addresses of the slices
         self._names: dict[int, str] = {}  # of parameters that have a slice on some rank, by id
         self._lists: list[tuple[list[Any], list[Any]]] = []  # of each group, parameters and what the class sees instead
+        self._absent: set[str] = set()  # parameters in a bucket that have left the groups, when `_lists` was made
         self._groups: list[dict[str, Any]] = []  # as the class sees them
         self.grad_shards, self._writes = grad_shards, writes
         self._closures = Closures(optimizer)
@@ -201,15 +203,22 @@ class ShardedOptimizer:
         if len(self._lists) != len(groups):
             own[:] = [{} for _ in groups]
             self._lists = [([], []) for _ in groups]
+            self._absent = self._find_absent()
         for k, group in enumerate(groups):
             given, slices = self._lists[k]
             params = group["params"]
-            if len(given) != len(params) or not all(map(is_, given, params)):
+            if not _are_same(given, params):
                 slices = [own for own in map(self._own_of, params) if own is not None]
                 self._lists[k] = list(params), slices
+                self._absent = self._find_absent()
             own[k].clear()
             own[k].update(group)
             own[k]["params"] = slices
+
+    def _find_absent(self) -> set[str]:
+        """The parameters in its buckets that are in none of its groups."""
+        present = {id(param) for group in self.optimizer.param_groups for param in group["params"]}
+        return {name for key, name in self._names.items() if key not in present}
 
     def _own_of(self, param: Tensor) -> Tensor | None:
         """What the class sees in place of a parameter: its slice, nothing, or a frozen parameter itself."""
@@ -352,10 +361,21 @@ class ShardedOptimizer:
     # --- gradients ---
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears its shards: the optimizer's own zero_grad."""
+        """The optimizer's own zero_grad: clears the gradients of the parameters in its groups. One that has left them
+        keeps its gradient, which goes on adding up, as in PyTorch."""
         if not set_to_none:
             self.grad_shards.drop_norms()
-        self.runtime.clear(set_to_none=set_to_none, optimizer=self.number)
+        pairs = itertools.zip_longest(self._lists, self.optimizer.param_groups)
+        is_same = all(pair and group and _are_same(pair[0], group["params"]) for pair, group in pairs)
+        absent = self._absent if is_same else self._find_absent()
+        if not absent:
+            self.runtime.clear(set_to_none=set_to_none, optimizer=self.number)
+            return
+        where = self.runtime.plan.slot_of()
+        names = [name for name in self._names.values() if name not in absent]
+        for name in names if set_to_none else ():
+            self.runtime.params[name].grad = None
+        self.runtime.drop([where[name] for name in names], set_to_none=set_to_none)
 
     # --- the hooks around step ---
 
@@ -540,6 +560,11 @@ def restore_methods(sharded: ShardedOptimizer) -> None:
     """Removes what `replace` has put on the object, so that its class's methods apply again."""
     for name in (*REPLACED, *sharded.methods):
         vars(sharded.optimizer).pop(name, None)
+
+
+def _are_same(one: Sequence[Any], other: Sequence[Any]) -> bool:
+    """Whether they are lists of the same objects."""
+    return len(one) == len(other) and all(map(is_, one, other))
 
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
