@@ -106,7 +106,7 @@ def test_a_second_object() -> None:
     assert takes_empty_groups(Lion(params), [{"params": [], "lr": 1.0}], CPU)
     hooks: list[Any] = []
     optimizer.register_step_pre_hook(lambda *args: hooks.append(args))
-    second = second_object(optimizer)
+    second = second_object(optimizer, Optimizer.zero_grad)
     second.param_groups, second.state = [optimizer.param_groups[0]], defaultdict(dict)
     assert isinstance(second, Stacked) and class_of(second) is Stacked and len(optimizer.param_groups) == 3
     for _ in range(2):

@@ -444,6 +444,13 @@ class Runtime(Core):
                 self._refuse_assigned(assigned)
             self._take_values(assigned)
 
+    def notice_cleared(self) -> None:
+        """The caller may have set gradients to None: drops them now, not where the next ones come, so that their memory
+        goes. Inside of a backward, and after one that raised, that waits."""
+        is_outside = torch_private.current_graph_task() == -1 and not self.backwards.is_any_open
+        if is_outside and self._phase is not Phase.FAILED:
+            self._notice_changes()
+
     def _refuse_assigned(self, assigned: Sequence[Where]) -> None:
         """The boundary would divide what was assigned by the tokens, too."""
         for name in (self.plan.buckets[bucket].slots[slot].name for bucket, slot in assigned):

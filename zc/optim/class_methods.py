@@ -65,6 +65,26 @@ def mentions(cls: type[Optimizer], name: str) -> set[str]:
     return {word for words in seen.values() for word in words}
 
 
+def may_zero(cls: type[Optimizer]) -> bool:
+    """Whether the code of its methods, or of a function of their modules that they name, mentions an operation by which
+    gradients become zeros."""
+    own = [each for each in cls.__mro__ if not each.__module__.startswith(("torch.", "builtins"))]
+    found, seen = set[str](), set[Any]()
+    todo = [item for each in own for item in vars(each).values()]
+    while todo:
+        item = todo.pop()
+        function = inspect.unwrap(item) if isinstance(item, types.FunctionType) else None
+        if not isinstance(function, types.FunctionType) or function in seen:
+            continue
+        seen.add(function)
+        if function.__globals__.get("__name__", "").startswith("torch."):
+            continue
+        words = set(_words(function.__code__))
+        found |= words
+        todo += [function.__globals__[word] for word in words if word in function.__globals__]
+    return not found.isdisjoint(("zero_", "_foreach_zero_", "fill_"))
+
+
 def _words(code: types.CodeType) -> Iterator[str]:
     yield from code.co_names
     for const in code.co_consts:

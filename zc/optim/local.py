@@ -13,7 +13,7 @@ of which this rank has a gradient.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import MethodType
 from typing import Any
 
@@ -51,24 +51,50 @@ def _set_state(self: Any, state: dict[str, Any]) -> None:
     vars(self).update(outside)
 
 
-def second_object(optimizer: Optimizer, others: Iterable[str] = ()) -> Any:
+def _with_zero_grad(cls: type[Optimizer], zero_grad: Callable[..., None]) -> tuple[type, type]:
+    """Bases of a class like ``cls``, where an override that calls ``super().zero_grad()`` finds ``zero_grad`` (a
+    method) in place of torch's."""
+    return cls, type(Optimizer.__name__, (Optimizer,), {"__module__": __name__, "zero_grad": zero_grad})
+
+
+def second_object(optimizer: Optimizer, zero_grad: Callable[..., None], others: Iterable[str] = ()) -> Any:
     """A second object with the ``__dict__`` of ``optimizer``, and with groups, state and step hooks of its own, all
-    empty. ``others``: methods that zc may replace on the caller's object, beside `REPLACED`."""
+    empty. ``zero_grad``: stands in place of torch's. ``others``: methods that zc may replace on the caller's object,
+    beside `REPLACED`."""
     cls, own = type(optimizer), ("param_groups", "state", *torch_private.STEP_HOOKS)
+    functions = {name: getattr(cls, name) for name in (*REPLACED, *others)}
+    patched = vars(optimizer).get("zero_grad")
+    if patched is not None:  # by the caller, so that a method of the class calls it, too
+        functions["zero_grad"] = lambda _, *args, **kwargs: patched(*args, **kwargs)
+    elif cls.zero_grad is Optimizer.zero_grad:
+        functions["zero_grad"] = zero_grad
     body = {
         "__slots__": own,  # slots take precedence over the ``__dict__``
         "__module__": cls.__module__,
         "__qualname__": cls.__qualname__,
         "__setstate__": _set_state,
-        **{name: _OfClass(name, getattr(cls, name)) for name in (*REPLACED, *others)},
+        **{name: _OfClass(name, function) for name, function in functions.items()},
     }
-    own_class: Any = type(cls)(cls.__name__, (cls,), body)  # type: ignore[misc]  # its metaclass
+    bases = _with_zero_grad(cls, zero_grad)
+    own_class: Any = type(cls)(cls.__name__, bases, body)  # type: ignore[misc]  # its metaclass
     second: Any = object.__new__(own_class)
     second.__dict__ = optimizer.__dict__
     second.param_groups, second.state = [], {}
     for name in torch_private.STEP_HOOKS:
         setattr(second, name, OrderedDict())
     return second
+
+
+def with_zero_grad(optimizer: Optimizer, zero_grad: Callable[..., None]) -> Any:
+    """``optimizer`` once more, with the same ``__dict__``. Where its class overrides zero_grad and calls that of its
+    superclass, it finds ``zero_grad`` (a method) in place of torch's."""
+    cls = type(optimizer)
+    body = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    bases = _with_zero_grad(cls, zero_grad)
+    own_class: Any = type(cls)(cls.__name__, bases, body)  # type: ignore[misc]  # its metaclass
+    again: Any = object.__new__(own_class)
+    again.__dict__ = optimizer.__dict__
+    return again
 
 
 def class_of(optimizer: Optimizer) -> type[Optimizer]:

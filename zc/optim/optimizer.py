@@ -16,6 +16,7 @@ gradients. So zc calls it first, and the optimizer gets a function that only ret
 from __future__ import annotations
 
 import functools
+import itertools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
@@ -31,20 +32,13 @@ from zc import torch_private
 from zc.engine.memory_order import change_each, flattened, in_shape, is_cut
 from zc.errors import PlanError, ZcError
 from zc.optim.assignment import is_known
-from zc.optim.class_methods import candidates, mentions, on_slices
+from zc.optim.class_methods import candidates, may_zero, mentions, on_slices
 from zc.optim.grad_shards import GradShards, ShardedGrad
-from zc.optim.local import REPLACED, second_object
+from zc.optim.local import REPLACED, second_object, with_zero_grad
 from zc.optim.param_writes import ParamWrites
 from zc.optim.sharded_value import ShardedValue
 from zc.optim.state_view import StateView
-from zc.optim.trials import (
-    Clears,
-    clears_gradients,
-    keeps_state_by_parameter,
-    needs_a_gradient,
-    num_closure_calls,
-    takes_empty_groups,
-)
+from zc.optim.trials import keeps_state_by_parameter, needs_a_gradient, num_closure_calls, takes_empty_groups
 from zc.planning.layout import Rule, Slot
 from zc.planning.plan import Bucket
 
@@ -72,11 +66,21 @@ class ShardedOptimizer:
         self._places: dict[str, int] = {}  # addresses of the slices, in their order
         self._names: dict[int, str] = {}  # of parameters that have a slice on some rank, by id
         self._lists: list[tuple[list[Any], list[Any]]] = []  # of each group, parameters and what the class sees instead
+        self._absent: set[str] = set()  # parameters in a bucket that have left the groups, when `_lists` was made
         self._groups: list[dict[str, Any]] = []  # as the class sees them
         self.grad_shards, self._writes = grad_shards, writes
         self._closures = Closures(optimizer)
         # what the methods of its class run on
-        self.local: Any = second_object(optimizer, candidates(type(optimizer)))
+        owner = weakref.proxy(self)
+
+        def zero_grad(second: Optimizer, set_to_none: bool = True) -> None:
+            owner.called_zero_grad[0 if set_to_none else 1] = 1
+            Optimizer.zero_grad(second, set_to_none)
+
+        self.local: Any = second_object(optimizer, zero_grad, candidates(type(optimizer)))
+        # by the method of the class that runs now, and so by all ranks: which set to None, which made zeros
+        self.called_zero_grad = [0, 0]
+        self._is_known, self._may_zero = is_known(optimizer), may_zero(type(optimizer))
         self._takes_empty_groups = True  # False: the step sees those of which this rank trains something
         self._needs_a_gradient = False  # True: it sees those of which this rank has a gradient
         self.local.state, self.local.param_groups = optimizer.state, self._groups
@@ -86,7 +90,6 @@ class ShardedOptimizer:
         # False: its state loads only where the same parameters are updated together (zc/checkpoint/other_state.py)
         self.has_state_by_parameter = True
         self.methods: list[str] = []  # of the class, that run on slices when the caller calls them
-        self._clears = Clears.NOTHING  # what its step leaves of gradients
         self._updating: tuple[int, ...] | None = None  # inside of the class's step: buckets with a gradient
         self.updater: Updater  # from `start` on
         self._remove_hooks: Callable[[], None] | None = None
@@ -150,14 +153,13 @@ class ShardedOptimizer:
 
     def _try(self, groups: Sequence[dict[str, Any]]) -> None:
         """Tries how an unknown optimizer treats these groups."""
-        if is_known(self.optimizer):
+        if self._is_known:
             return
         plan, ranks = self.runtime.plan, self.runtime.group.shard
         device = plan.buckets[0].device if plan.offload is None else torch.device("cpu")
         if not self._num_tried:
             block = None if self.rule.whole else self.rule.block
             self.methods = on_slices(self.local, block, groups, device)
-            self._clears = clears_gradients(self.local, groups, device)
         if not keeps_state_by_parameter(self.local, groups, device):
             self.has_state_by_parameter = False
         if ranks.world_size > 1 and not takes_empty_groups(self.local, groups, device):
@@ -205,15 +207,22 @@ class ShardedOptimizer:
         if len(self._lists) != len(groups):
             own[:] = [{} for _ in groups]
             self._lists = [([], []) for _ in groups]
+            self._absent = self._find_absent()
         for k, group in enumerate(groups):
             given, slices = self._lists[k]
             params = group["params"]
-            if len(given) != len(params) or not all(map(is_, given, params)):
+            if not _are_same(given, params):
                 slices = [own for own in map(self._own_of, params) if own is not None]
                 self._lists[k] = list(params), slices
+                self._absent = self._find_absent()
             own[k].clear()
             own[k].update(group)
             own[k]["params"] = slices
+
+    def _find_absent(self) -> set[str]:
+        """The parameters in its buckets that are in none of its groups."""
+        present = {id(param) for group in self.optimizer.param_groups for param in group["params"]}
+        return {name for key, name in self._names.items() if key not in present}
 
     def _own_of(self, param: Tensor) -> Tensor | None:
         """What the class sees in place of a parameter: its slice, nothing, or a frozen parameter itself."""
@@ -238,6 +247,52 @@ class ShardedOptimizer:
     def _touched(self) -> tuple[int, ...]:
         """Its buckets of which some parameter has a gradient on some rank."""
         return tuple(b.index for b in self.buckets if any(self.runtime.accumulators.touched[b.index]))
+
+    def _cleared(self, buckets: Sequence[int]) -> list[int]:
+        """Flags of what a method of the class has done to the gradients in these buckets, as far as this rank owns some
+        of them: whether it has called zero_grad, to None and to zeros, and then for each parameter whether it has set
+        the gradient to None, made it zeros, or left it."""
+        flags, self.called_zero_grad = self.called_zero_grad, [0, 0]
+        for name, _ in self._touched_in(buckets):
+            own = self.slices.get(name)
+            if own is None or not own.numel():
+                flags += (0, 0, 0)
+                continue
+            is_zero = self._may_zero and own.grad is not None and not own.grad.any()
+            flags += (int(own.grad is None), int(is_zero), int(own.grad is not None and not is_zero))
+        return flags
+
+    def _touched_in(self, buckets: Sequence[int]) -> list[tuple[str, tuple[int, int]]]:
+        """Names and places of the parameters in these buckets that have a gradient on some rank."""
+        plan, touched = self.runtime.plan, self.runtime.accumulators.touched
+        slots = (((index, k), slot) for index in buckets for k, slot in enumerate(plan.buckets[index].slots))
+        return [(slot.name, (index, k)) for (index, k), slot in slots if touched[index][k]]
+
+    def _clear(self, buckets: Sequence[int], flags: Sequence[int]) -> None:
+        """Does to gradients what a method of the class has done to those of its slices. ``flags``: the largest of all
+        ranks'. Raises ZcError where ranks have done different things."""
+        (to_none, to_zeros), each = flags[:2], [flags[k : k + 3] for k in range(2, len(flags), 3)]
+        touched = list(zip(self._touched_in(buckets), each, strict=True))
+        groups = self.optimizer.param_groups if to_none else []
+        in_groups = {self._names.get(id(p)) for group in groups for p in group["params"]}
+        for (name, _), (is_none, is_zero, is_left) in touched:
+            if (is_none or name in in_groups) and (is_zero or is_left):
+                raise ZcError(
+                    f"{type(self.optimizer).__name__} has set the gradient of {name} to None on some ranks, in a "
+                    "method of its class, and kept it on others: let it clear gradients on all ranks or on none"
+                )
+        if to_none or to_zeros:
+            self.zero_grad(set_to_none=bool(to_none))
+            touched = []
+        gone = {name: where for (name, where), (is_none, *_) in touched if is_none}
+        for name in gone:
+            self.runtime.params[name].grad = None
+        if gone:
+            self.runtime.drop(list(gone.values()), set_to_none=True)
+        zeros = [where for (_, where), (_, is_zero, is_left) in touched if is_zero and not is_left]
+        if zeros:
+            self.grad_shards.drop_norms()
+            self.runtime.drop(zeros, set_to_none=False)
 
     def _leave(self) -> None:
         """At the end of a method of the class, also by raising."""
@@ -292,6 +347,7 @@ class ShardedOptimizer:
         """That of the class, with slices for parameters."""
         self.look_at_groups()
         self.local.load_state_dict(state_dict)
+        self.called_zero_grad = [0, 0]
         self.state.loaded(self._names.values())
         self._take_options()
         self.local.param_groups = self._groups
@@ -322,10 +378,21 @@ class ShardedOptimizer:
     # --- gradients ---
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears its shards: the optimizer's own zero_grad."""
+        """The optimizer's own zero_grad: clears the gradients of the parameters in its groups. One that has left them
+        keeps its gradient, which goes on adding up, as in PyTorch."""
         if not set_to_none:
             self.grad_shards.drop_norms()
-        self.runtime.clear(set_to_none=set_to_none, optimizer=self.number)
+        pairs = itertools.zip_longest(self._lists, self.optimizer.param_groups)
+        is_same = all(pair and group and _are_same(pair[0], group["params"]) for pair, group in pairs)
+        absent = self._absent if is_same else self._find_absent()
+        if not absent:
+            self.runtime.clear(set_to_none=set_to_none, optimizer=self.number)
+            return
+        where = self.runtime.plan.slot_of()
+        names = [name for name in self._names.values() if name not in absent]
+        for name in names if set_to_none else ():
+            self.runtime.params[name].grad = None
+        self.runtime.drop([where[name] for name in names], set_to_none=set_to_none)
 
     # --- the hooks around step ---
 
@@ -355,6 +422,7 @@ class ShardedOptimizer:
 
     def _after_step(self, *_: Any) -> None:
         changed, self._updating = self._updating or (), None
+        cleared = [] if self._is_known else self._cleared(changed)
         self._leave()
         self._check_places("in step()")
         self.updater.after(changed)
@@ -362,8 +430,9 @@ class ShardedOptimizer:
         self._writes.remember()
         self.runtime.after_update(self.number)
         self.runtime.weights.watch()
-        if self._clears is not Clears.NOTHING:
-            self.zero_grad(set_to_none=self._clears is Clears.ALL)
+        if not self._is_known:
+            text = f"the end of {type(self.optimizer).__name__}.step()"
+            self._clear(changed, self.runtime.group.max_on_host(cleared, text))
 
     def run_on_slices(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs another method of the class, all ranks the same, and publishes the weights that it has changed."""
@@ -375,24 +444,27 @@ class ShardedOptimizer:
         self._writes.take_over()
         self.look_at_groups()
         runtime.wait_for_host_memory()
+        with_grads = self._touched() if reads_grads else ()
         if reads_grads:
-            self._install(self._touched())
+            self._install(with_grads)
         masters = {bucket.index: runtime.buffers.master_shard[bucket.index] for bucket in self.buckets}
         before = {index: master.clone() for index, master in masters.items()}
         self._limit_groups(has_grads=False)
         try:
             result = getattr(cls, name)(self.local, *args, **kwargs)
         finally:
+            cleared = self._cleared(with_grads)
             self._leave()
             self._check_places(f"in {name}()")
             flags = [int(not torch.equal(before[index], master)) for index, master in masters.items()]
-            flags = runtime.group.max_on_host(flags, f"the end of {cls.__name__}.{name}()")
-            changed = tuple(index for index, is_changed in zip(masters, flags, strict=True) if is_changed)
+            flags = runtime.group.max_on_host([*flags, *cleared], f"the end of {cls.__name__}.{name}()")
+            changed = tuple(index for index, is_changed in zip(masters, flags, strict=False) if is_changed)
             self.updater.publish(changed)
             self._writes.remember()
             runtime.weights.watch()
             if reads_grads:
                 self.grad_shards.drop_norms()
+            self._clear(with_grads, flags[len(masters) :])
         return self.optimizer if result is self.local else result
 
     def publish_rest(self) -> None:
@@ -462,10 +534,33 @@ def replace_methods(model: nn.Module, sharded: ShardedOptimizer) -> None:
         # in a loop that the caller compiles Dynamo would look at parameters that have no bytes
         step = torch.compiler.disable(step)  # type: ignore[no-untyped-call]
     optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
-    optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
+    optimizer.zero_grad = _override_of_zero_grad(optimizer, owner) or zero_grad  # type: ignore[method-assign]
     optimizer.add_param_group = add_param_group  # type: ignore[method-assign]
     optimizer.state_dict = state_dict  # type: ignore[method-assign]
     optimizer.load_state_dict = load_state_dict  # type: ignore[method-assign]
+
+
+def _override_of_zero_grad(optimizer: Optimizer, owner: ShardedOptimizer) -> Callable[..., Any] | None:
+    """Calls the zero_grad that somebody has set on the object, or that of its class, which finds zc's in place of
+    torch's. None where both are torch's."""
+    override: Callable[..., Any] | None = vars(optimizer).get("zero_grad")
+    if override is None and type(optimizer).zero_grad is not Optimizer.zero_grad:
+
+        def of_torch(_: Optimizer, set_to_none: bool = True) -> None:
+            owner.zero_grad(set_to_none=set_to_none)
+
+        override = MethodType(type(optimizer).zero_grad, with_zero_grad(optimizer, of_torch))
+    if override is None:
+        return None
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # as torch's own
+    @functools.wraps(getattr(override, "__func__", override))
+    def zero_grad(*args: Any, **kwargs: Any) -> Any:
+        result = override(*args, **kwargs)
+        owner.runtime.notice_cleared()  # those that it has set to None itself
+        return result
+
+    return zero_grad  # type: ignore[no-any-return]
 
 
 def _on_slices(cls: type[Optimizer], name: str, owner: ShardedOptimizer) -> Callable[..., Any]:
@@ -484,6 +579,11 @@ def restore_methods(sharded: ShardedOptimizer) -> None:
     """Removes what `replace` has put on the object, so that its class's methods apply again."""
     for name in (*REPLACED, *sharded.methods):
         vars(sharded.optimizer).pop(name, None)
+
+
+def _are_same(one: Sequence[Any], other: Sequence[Any]) -> bool:
+    """Whether they are lists of the same objects."""
+    return len(one) == len(other) and all(map(is_, one, other))
 
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]

@@ -8,7 +8,6 @@
 | does each state belong to the parameter that it is stored under? | of every unknown class, for checkpoints |
 | can a group be empty, or without a gradient? | of every unknown class: a rank may own no such parameter of a group |
 | how often is a closure called? | at the first ``step(closure)`` |
-| does ``step`` clear gradients itself? | of every unknown class |
 | which state has the parameter's shape? | of torch's elementwise classes, with offload |
 
 A copy of the caller's optimizer, with a group's own options, updates them. The caller's objects and random numbers stay
@@ -19,7 +18,6 @@ in the same way.)
 from __future__ import annotations
 
 import contextlib
-import enum
 import itertools
 import math
 import sys
@@ -222,31 +220,6 @@ def needs_a_gradient(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]], 
     return fails
 
 
-class Clears(enum.Enum):
-    """What an optimizer's step leaves of the gradients."""
-
-    NOTHING = "they stay"
-    VALUES = "zeros"
-    ALL = "None"
-
-
-def clears_gradients(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]], device: torch.device) -> Clears:
-    """Whether ``step`` clears gradients itself, as far as that can be tried."""
-    if wrapped(optimizer) is not None:
-        return Clears.NOTHING
-    for group in groups:
-        for (shape, *_), _ in PAIRS:
-            value, grads = small_data(shape, device)
-            try:
-                (updated,) = update_copy(optimizer, group, [value], [grads], seed=1)
-            except Exception:  # noqa: BLE001  (the next shape)
-                continue
-            if updated.grad is None:
-                return Clears.ALL
-            return Clears.NOTHING if updated.grad.any() else Clears.VALUES
-    return Clears.NOTHING
-
-
 def num_closure_calls(optimizer: Optimizer) -> int | None:
     """How often one ``step(closure)`` calls its closure; None where that can't be tried."""
     if wrapped(optimizer) is not None:
@@ -361,7 +334,6 @@ class Updated(NamedTuple):
     change: Tensor
     state: Mapping[str, Any]
     returned: Any = None  # by the last of the methods that were called
-    grad: Tensor | None = None  # what is left of its last gradient
     options: Mapping[str, Any] = MappingProxyType({})  # of its group
 
     def elementwise(self) -> dict[str, Tensor]:
@@ -435,10 +407,8 @@ def update_copy(
     others = {key: item for key, item in twin.state.items() if isinstance(key, str)}
     states = [{**twin.state.get(param, {}), **({"": others} if others else {})} for param in params]
     returned = None if returned is twin else returned
-    left = [param.grad for param in params]
     options = {key: option for key, option in twin.param_groups[0].items() if key != "params"}
-    of_each = zip(changes, states, left, strict=True)
-    return [Updated(change, state, returned, grad, options) for change, state, grad in of_each]
+    return [Updated(change, state, returned, options) for change, state in zip(changes, states, strict=True)]
 
 
 def difference(one: Mapping[str, Tensor], other: Mapping[str, Tensor], close: float = CLOSE) -> str | None:
