@@ -532,7 +532,7 @@ def replace_methods(model: nn.Module, sharded: ShardedOptimizer) -> None:
         setattr(optimizer, name, MethodType(_on_slices(type(optimizer), name, owner), optimizer))
     if sharded.runtime.plan.placement.shards_weights:
         # in a loop that the caller compiles Dynamo would look at parameters that have no bytes
-        step = torch.compiler.disable(step)  # type: ignore[no-untyped-call]
+        step, zero_grad = torch.compiler.disable(step), torch.compiler.disable(zero_grad)  # type: ignore[no-untyped-call]
     optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
     optimizer.zero_grad = _override_of_zero_grad(optimizer, owner) or zero_grad  # type: ignore[method-assign]
     optimizer.add_param_group = add_param_group  # type: ignore[method-assign]
