@@ -1,0 +1,87 @@
+"""``optimizer.state[param]`` has the same keys and counts on all ranks, also where a rank has nothing of a parameter:
+loops over states, with their collectives, are the same on all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from harness import run_ranks
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import zc
+
+
+class Heads(nn.Module):
+    """Two heads, of which one is used in every third step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.often, self.seldom = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, step: int) -> Tensor:
+        head = self.seldom if step % 3 == 0 else self.often
+        y: Tensor = head(self.trunk(x).tanh())
+        return y
+
+
+def _nothing(optimizer: Any, params: list[nn.Parameter], step: int) -> None:
+    pass
+
+
+def _reset(optimizer: Any, params: list[nn.Parameter], step: int) -> None:
+    for param in params if step == 2 else ():
+        optimizer.state[param] = {}
+
+
+def _count_anew(optimizer: Any, params: list[nn.Parameter], step: int) -> None:
+    for param in params if step == 2 else ():
+        if param in optimizer.state:
+            optimizer.state[param]["step"] = torch.tensor(0.0)
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adamw": lambda params: torch.optim.AdamW(params, lr=0.01),
+    "adafactor": lambda params: torch.optim.Adafactor(params, lr=0.01),  # whole parameters, each on one rank
+}
+
+
+def _read(name: str, edit: Any, rank: int, *, is_zc: bool) -> list[tuple[list[str], float, float]]:
+    """Of each parameter: the keys of its state, its count of steps, and the sum of what has its shape."""
+    torch.manual_seed(0)
+    model = Heads()
+    optimizer = OPTIMIZERS[name](model.parameters())
+    net = model if is_zc else DistributedDataParallel(model, find_unused_parameters=True)
+    if is_zc:
+        zc.compile(model, optimizer, backend="eager", bucket_nbytes=200)
+    for step in range(5):
+        torch.manual_seed(10 * step + rank)
+        net(torch.randn(3, 6), step).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        edit(optimizer, list(model.parameters()), step)
+    seen = []
+    for param in model.parameters():
+        state = optimizer.state[param]
+        of_shape = (v for v in state.values() if isinstance(v, Tensor) and v.shape == param.shape)
+        sums = [float(value.sum()) for value in of_shape]
+        seen.append((sorted(state), float(state["step"]), sum(sums)))
+    return seen
+
+
+def _compare(rank: int, world_size: int, name: str, edit: Any) -> tuple[Any, Any]:
+    return _read(name, edit, rank, is_zc=False), _read(name, edit, rank, is_zc=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "edit"), [("adamw", _nothing), ("adamw", _reset), ("adamw", _count_anew), ("adafactor", _nothing)]
+)
+def test_ranks_see_states_alike(name: str, edit: Any) -> None:
+    """A rank without a slice raised KeyError, and the others waited; or it showed another parameter's count."""
+    for theirs, ours in run_ranks(_compare, 2, name, edit):
+        for (keys, step, total), (own_keys, own_step, own_total) in zip(theirs, ours, strict=True):
+            assert own_keys == keys and own_step == step
+            assert own_total == pytest.approx(total, rel=1e-3, abs=1e-5)
