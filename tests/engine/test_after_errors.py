@@ -217,3 +217,29 @@ def test_a_refused_read_of_gradients_changes_nothing(stage: int, way_out: str) -
     (first_num, first), (second_num, second) = run_ranks(_refused_once, 2, stage, way_out)
     assert first_num == second_num == 1
     assert all(torch.equal(value, second[name]) for name, value in first.items())
+
+
+@pytest.mark.parametrize("is_again", [False, True])
+def test_zeros_of_all_optimizers_end_a_failure(is_again: bool) -> None:
+    """Two optimizers that set zeros: every retry said to call zero_grad, which the loop did."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    optimizers = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (model[0], model[2])]
+    zc.compile(model, optimizers, backend="eager")
+    for _ in range(2):
+        model(torch.ones(2, 4)).sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+    failing = torch.ones(2, 4, requires_grad=True)
+    failing.register_hook(fail)
+    with pytest.raises(RuntimeError, match="in the middle"):
+        model(failing).sum().backward()
+    if is_again:  # one is not enough
+        optimizers[0].zero_grad(set_to_none=False)
+        with pytest.raises(zc.ZcError, match="call optimizer"):
+            model(torch.ones(2, 4)).sum().backward()
+    for optimizer in optimizers:
+        optimizer.zero_grad(set_to_none=False)
+    model(torch.ones(2, 4)).sum().backward()
+    assert zc.full_grad(model)["2.bias"].tolist() == [2.0, 2.0]

@@ -102,6 +102,7 @@ class Runtime(Core):
         self._phase = Phase.IDLE
         if isinstance(self.streams, ThreadStreams):
             self.streams.on_error = weakly(self._note_failure)
+        self._cleared_since_failure = set[int]()  # optimizers, after a backward that raised or a reduction
         # parameters with a gradient that came after their bucket was reduced (tied weights in two graphs): from the
         # next backward on, graphs leave their gradients to autograd, which sums them
         self.summed_by_autograd: set[str] = set()
@@ -165,6 +166,7 @@ class Runtime(Core):
             self.streams.clock.phase("backward")
             param_checks.refuse_accumulate_hooks(self.params)
             drop_failed()
+            self._cleared_since_failure.clear()
             if not self.backwards.is_any_open:  # a backward around this one has not shown its own gradients yet
                 self._notice_changes()
             self.listener.gradients_change()
@@ -529,7 +531,12 @@ class Runtime(Core):
             self.wait_for_host_memory()
         for bucket in buckets if self.deposits.kept else ():
             self.deposits.drop_bucket(bucket.index, set_to_none=set_to_none)
-        if len(buckets) == len(self.plan.buckets):  # with all gradients, those of a backward that raised are dropped
+        is_all = len(buckets) == len(self.plan.buckets)
+        if not is_all and (self._phase is Phase.FAILED or self.backwards.has_raised()):
+            self._cleared_since_failure.update(bucket.optimizer for bucket in buckets)
+            is_all = self._cleared_since_failure == {bucket.optimizer for bucket in self.plan.buckets}
+        if is_all:  # with all gradients, those of a backward that raised are dropped
+            self._cleared_since_failure.clear()
             self.backwards.clear()
             self.agreement.token_counts.end_backward()
             self.deposits.reduced.clear()
