@@ -25,6 +25,7 @@ from zc.planning.allocations import resident
 from zc.planning.layout import ALIGN_NBYTES, Rule, align_up
 from zc.planning.plan import Plan
 from zc.planning.traits import num_states
+from zc.registry import COMPILED
 
 _WRAPPERS = {
     "DistributedDataParallel": "zc replaces it, so pass the module inside it, model.module",
@@ -136,6 +137,12 @@ def _check_tensors(params: dict[str, nn.Parameter]) -> None:
         if type(param.data) is not torch.Tensor:
             raise PlanError(
                 f"parameter {name} is a {type(param.data).__name__}, zc takes plain tensors: give it one, or freeze it"
+            )
+        other = next((each for each in COMPILED if any(param is theirs for theirs in each.parameters())), None)
+        if other is not None and any(torch_private.num_accumulate_hooks([param])):
+            raise PlanError(
+                f"parameter {name} is one of another model, {type(other).__name__}, that zc has compiled and whose "
+                "optimizer updates it: compile one module that holds both, with one optimizer, or freeze it here"
             )
         if any(torch_private.num_accumulate_hooks([param])):
             raise PlanError(
