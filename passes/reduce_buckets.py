@@ -1,5 +1,5 @@
-"""Reduces each complete bucket right after its write, if this backward reduces: in stage 2 always, in stage 1 before an
-update.
+"""Reduces each complete bucket right after its write, if this backward reduces: in stage 2 always, in stage 1
+outside of `zc.no_sync`.
 
 Stage 2, bucket 2 in ring buffer 0, where ranks read each other's memory, and where they exchange messages::
 
@@ -60,7 +60,8 @@ def is_complete(writes: Sequence[Write], plan: Plan) -> bool:
 
 def insert_reduction(graph: fx.Graph, plan: Plan, after: fx.Node, bucket: int, turn: int) -> None:
     """Reduces one bucket, after the node ``after``. ``turn``: which buffer of each ring it uses."""
-    acc, scratch = Buffer("acc", bucket), Buffer("scratch", 0)  # one is enough: hops follow each other on one stream
+    # one scratch is enough: only hops by messages use it, and these follow each other on comm
+    acc, scratch = Buffer("acc", bucket), Buffer("scratch", 0)
     src = Buffer("flat_grad", turn % plan.num_buffers) if plan.placement.shards_gradients else acc
     sums = {Into.ACCUMULATOR: acc, Into.HOST_SUM: Buffer("host_sum", turn % NUM_HOST_SUMS)}
     for hop in plan.hops:

@@ -57,8 +57,8 @@ class Agreement:
         has the gradients ``grads``. Not ``is_boundary``: the backward is inside no_sync."""
 
     def permission(self, buckets: Sequence[int]) -> MayReduce | None:
-        """Called when ``buckets`` are full. Returns what to ask before they are reduced. None: nobody has to be
-        asked."""
+        """Called before ``buckets`` are written, or reduced. Returns what to ask before they are reduced. None: nobody
+        has to be asked."""
         return None
 
     @property

@@ -8,7 +8,8 @@ those of the compiled graph that begins it, or those of the last backward that b
 
 - *All ranks proposed the same*: they reduce these buckets in that order, each as often as it was proposed. Buckets that
   are incomplete when the backward ends are reduced then, with zeros where no gradient came.
-- *Proposals differ* (other tasks, other branches, a graph broken on one rank alone): this backward reduces nothing.
+- *Proposals differ* (other tasks, other branches, a graph broken on one rank alone): nothing is reduced while this
+  backward runs.
 
 Gradients beyond the agreed order are reduced later. Stage 1 adds them to the partial sum in its accumulator, which the
 boundary reduces. Stage 2 deposits whole gradients, by reference, and reduces them in plan order at the end of the

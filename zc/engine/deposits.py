@@ -44,8 +44,8 @@ class Deposits:
     """The deposits of one model, and the schedules of single buckets. Only the thread that issues schedules uses it:
     autograd's during a backward, the caller's otherwise.
 
-    A deposit lives until its bucket is flushed, at the end of the backward at the latest. If ranks differ, it lives
-    until the boundary at the latest (zc/engine/announcements.py).
+    A deposit lives until its bucket is flushed, mostly at the end of the backward at the latest. If ranks differ, or it
+    came late inside no_sync, it may live until the boundary (zc/engine/announcements.py).
     """
 
     def __init__(
@@ -60,7 +60,8 @@ class Deposits:
         self._graphs = GRAPHS if landing is None else {**GRAPHS, "land": landing}
         self.kept: dict[int, dict[int, _Deposit]] = {}  # by bucket, if it has any, and slot
         self._programs: dict[tuple[str, int, bool], Program] = {}
-        self.reduced: set[int] = set()  # buckets that this backward has reduced, compiled graphs included
+        # buckets that this backward has reduced, compiled graphs included, or has put back since ranks differ
+        self.reduced: set[int] = set()
 
     # --- deposits ---
 
@@ -120,8 +121,9 @@ class Deposits:
         return list(self._programs.values())
 
     def flush(self, plan: Plan, index: int, *, is_boundary: bool, may_reduce: MayReduce | None) -> None:
-        """Writes the deposits of one bucket, and reduces it where ``may_reduce`` agrees. A slot without a deposit gets
-        zeros. ``is_boundary``: this may be the last microbatch before an update."""
+        """Writes the deposits of one bucket, and reduces it where ``may_reduce`` agrees; where it does not, stage 2
+        keeps them again. A slot without a deposit gets zeros. ``is_boundary``: this may be the last microbatch before
+        an update."""
         bucket, deposits = plan.buckets[index], self.kept.pop(index, {})
         self._wait_for(*deposits.values())
         grads = [deposits[slot].grad if slot in deposits else None for slot in range(len(bucket.slots))]

@@ -56,6 +56,9 @@ class Phase(enum.Enum):
          |                     v    | zero_grad                  |
          |                     FAILED                            |
          +------- an update, zero_grad, param.grad.zero_() ------+
+
+    All ranks meet before they read or write weights together (`settle`), too: then OPEN becomes IDLE. IDLE becomes
+    FINAL where an update finds no gradient, and what raises at a boundary makes FAILED of any phase but IDLE.
     """
 
     IDLE = "no gradient has come since all streams that carry gradients were joined"

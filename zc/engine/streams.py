@@ -4,8 +4,9 @@ accelerator there is.
 A stream runs its tasks in order. Only an event, recorded on one stream and waited for on another, orders two streams.
 
 On a device the host waits for no device in a forward or backward. With several ranks it waits for the *hosts* of other
-ranks, once per backward: the calling thread issues comm's tasks, and a reduction needs their announcements first
-(`zc.engine.announcements`). `zc.explain` counts these waits.
+ranks, once or twice per backward: the calling thread issues comm's tasks, and a reduction needs their announcements
+first, as does the end of a backward that compiled graphs did not bring whole (`zc.engine.announcements`). `zc.explain`
+counts these waits.
 """
 
 from __future__ import annotations

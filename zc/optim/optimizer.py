@@ -3,7 +3,7 @@
 Groups, hyper-parameters, schedulers and hooks stay the caller's, and the groups keep the model's own parameters. The
 methods of the class run on a second object (`zc.optim.local`), whose groups have *slices*: for every parameter of which
 this rank owns elements, a view into master_shard, which has a gradient inside a method alone. Hooks around ``step`` do
-the rest: after all other pre-hooks the gradients are finished, and before all other post-hooks the updated masters are
+the rest: before the first pre-hook the gradients are finished, and before all other post-hooks the updated masters are
 cast into flat_param and gathered (ZeRO, arXiv:1910.02054, section 5).
 
 zc replaces methods of the objects (`zc.optim.local.REPLACED`); the classes stay as they are. ``model.zero_grad`` is not
@@ -576,7 +576,7 @@ def _on_slices(cls: type[Optimizer], name: str, owner: ShardedOptimizer) -> Call
 
 
 def restore_methods(sharded: ShardedOptimizer) -> None:
-    """Removes what `replace` has put on the object, so that its class's methods apply again."""
+    """Removes what `replace_methods` has put on the object, so that its class's methods apply again."""
     for name in (*REPLACED, *sharded.methods):
         vars(sharded.optimizer).pop(name, None)
 

@@ -35,8 +35,8 @@ class Placement:
     """One row of the stage table.
 
     ``shards_gradients``: every backward reduces, through a flat_grad of the ring, and each rank accumulates its shard
-    of the mean. Otherwise each rank adds its own gradients to a full-size accumulator, and only the last backward
-    before an update reduces it.
+    of the mean. Otherwise each rank adds its own gradients to a full-size accumulator, which each backward
+    reduces that is outside of `zc.no_sync`.
 
     ``shards_weights``: each rank keeps its shard of the weights, and a bucket is gathered while it is read. Otherwise
     all ranks keep all weights.

@@ -1,4 +1,4 @@
-"""The route of few bits (`zc.planning.wire`), between hosts. `zc.compile` hands it over."""
+"""The route of few bits (`zc.planning.wire`): between hosts, or among the GPUs of one. `zc.compile` hands it over."""
 
 from __future__ import annotations
 

@@ -181,8 +181,8 @@ class Journal:
     def wait(self, step: Step, entry: Entry | str, *, is_call: bool = False) -> None:
         """Waits for an exchange. Raises the verdict of the watch, or the network's own error if there is none.
 
-        On a stream's thread only errors of the network end the wait. The calling thread waits for that thread with
-        `wait_event`, and raises there.
+        On a stream's thread a wait for messages ends by errors of the network alone. The calling thread waits for that
+        thread with `wait_event`, and raises there.
         """
         started, thread = time.monotonic(), threading.get_ident()
         is_on_stream = threading.current_thread().name.startswith("zc ")
@@ -251,7 +251,7 @@ class Journal:
         return self.error()
 
     def accept(self, verdict: str) -> None:
-        """Takes a verdict of the watch over: from here on it ends every wait. The first one counts."""
+        """Takes a verdict of the watch over: from here on it ends every wait, but for one in gloo. The first counts."""
         if not self.has_failed:
             kind, text = json.loads(verdict)
             self._verdict = kind, text

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 COMPUTE, COMM, COPY, HOST = "compute", "comm", "copy", "host"
-COMM_HOST = "comm.host"  # with two levels: what ranks of one host exchange; it ends with each schedule
+COMM_HOST = "comm.host"  # with several hops: what ranks of one host exchange by memory; it ends with each schedule
 MAIN = COMPUTE  # the stream on which autograd calls the schedule; its program order goes on across schedules
 
 

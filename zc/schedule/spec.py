@@ -52,7 +52,8 @@ EventName = str
 
 
 class Role(enum.Enum):
-    """What a node does. Where ranks do not agree to reduce, the engine leaves out REDUCTION."""
+    """What a node does. Where ranks do not agree to reduce, the engine leaves out REDUCTION and what follows from it
+    (`zc.engine.operations.instead_of_reducing`)."""
 
     COMPUTE = "compute"
     WRITE = "write"  # a gradient goes into its bucket
@@ -67,7 +68,7 @@ class Role(enum.Enum):
 class Op:
     """The record of one node. These are true of all nodes of a kind:
 
-    ``stream``: where they run under a plan with overlap (`zc.passes.place_on_streams`).
+    ``stream``: where they run under a plan with overlap (`zc.passes.place_on_streams`, which has one exception).
     ``reads``, ``writes``: the fields whose buffers they access; every node also reads its inputs and writes its results
     (`zc.schedule.nodes.accesses`).
     ``returns_items``: whether they return a list, whose items operator.getitem takes; others return nothing.
@@ -121,7 +122,7 @@ class BucketOp(Op):
 
 @dataclass(frozen=True)
 class Deposit(BucketOp, role=Role.DEPOSIT):
-    """Keeps the gradient until its bucket is reduced at the end of the backward."""
+    """Keeps the gradient until its bucket is flushed: complete, at the backward's end, or at the boundary."""
 
     slot: int
     grad: fx.Node
