@@ -327,11 +327,12 @@ def _new_buffers(rank: int, world_size: int, how: str) -> list[list[float]]:
                 model.register_buffer("added", torch.full((3,), float(rank)))
             elif step == 1:
                 model.number = torch.full((3,), float(rank))
-            net(torch.ones(2, 4) * (1 + rank)).square().mean().backward()
-            last = model.added if how == "a new one" and step == 1 else model.number
+            output = net(torch.ones(2, 4) * (1 + rank))
+            last = (model.added if how == "a new one" and step == 1 else model.number).tolist()  # as it was read
+            output.square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-        seen.append(last.tolist())
+        seen.append(last)
     return seen
 
 
