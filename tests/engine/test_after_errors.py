@@ -82,6 +82,20 @@ def _with_a_default_device(rank: int, world_size: int) -> dict[str, Tensor]:
     return weights(model)
 
 
+def _sums_until(number: int, text: str) -> Callable[..., None]:
+    """Stands in for `reduce_rows`: the sum of this number raises, after the backward that it came from has ended."""
+    sums = list[int]()
+
+    def out_of_memory(*args: Any, **options: Any) -> None:
+        sums.append(1)
+        if len(sums) == number:
+            time.sleep(0.1)
+            raise MemoryError(text)
+        reduce_rows(*args, **options)
+
+    return out_of_memory
+
+
 def _fail_in_the_last_sum(overlap: bool, heard: str) -> list[str]:
     """What raised, in turn, in a loop that catches everything and goes on; at its end how many parameters a healthy
     update changes."""
@@ -89,15 +103,8 @@ def _fail_in_the_last_sum(overlap: bool, heard: str) -> list[str]:
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     zc.compile(model, optimizer, backend="eager", bucket_nbytes=300, overlap=overlap)
-    before, said, num_sums, sums = weights(model), list[str](), len(sharded(model).runtime.plan.buckets), list[int]()
-
-    def out_of_memory(*args: Any, **options: Any) -> None:
-        sums.append(1)
-        if len(sums) == num_sums:
-            time.sleep(0.1)  # the backward has ended by then
-            raise MemoryError("in the last sum")
-        reduce_rows(*args, **options)
-
+    before, said = weights(model), list[str]()
+    out_of_memory = _sums_until(len(sharded(model).runtime.plan.buckets), "in the last sum")
     actions: list[Callable[[], object]] = [
         lambda: model(torch.ones(2, 8)).square().sum().backward(),
         *([lambda: zc.state_dict(model, optimizer)] if heard == "in a save" else []),
@@ -135,18 +142,10 @@ def _fail_at_the_boundary(rank: int, world_size: int) -> list[str]:
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     zc.compile(model, optimizer, backend="eager", stage=1, bucket_nbytes=300, overlap=False)
-    before, said, sums = weights(model), list[str](), list[int]()
-
-    def out_of_memory(*args: Any, **options: Any) -> None:
-        sums.append(1)
-        if len(sums) == 2:
-            raise MemoryError("in the second sum")
-        reduce_rows(*args, **options)
-
-    with zc.no_sync(model):
+    before, said = weights(model), list[str]()
+    with mock.patch.object(routes, "reduce_rows", _sums_until(1, "in a microbatch")), zc.no_sync(model):
         model(torch.ones(2, 8)).square().sum().backward()
-    assert not sums
-    with mock.patch.object(routes, "reduce_rows", out_of_memory):
+    with mock.patch.object(routes, "reduce_rows", _sums_until(2, "in the second sum")):
         for _ in range(2):
             try:
                 optimizer.step()

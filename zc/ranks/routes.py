@@ -6,7 +6,8 @@ it lies; `Encoded` sends 8 bits an element; `Replicas` sums over the ranks with 
 weights in any order, between two updates.
 
 **When a method returns, no other rank reads or writes the buffers that it was given** (on a GPU: nothing that the
-current stream runs afterwards meets such a read or write). So the order of one rank's nodes is all that a proof needs,
+current stream runs afterwards meets such a read or write); shards of weights that are read between two updates are
+given by `open`, and free when `close` returns. So the order of one rank's nodes is all that a proof needs,
 whatever the routes are (docs/proof.md).
 
 A reduction by messages is two calls, `take` and `finish`: the gradients are free before the sum is in its place, so the
