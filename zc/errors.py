@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Iterable
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 
@@ -51,12 +51,17 @@ def some(names: Iterable[str], at_most: int = 5) -> str:
 
 
 def optimizer_in_step() -> Optimizer | None:
-    """The optimizer whose ``step`` is running, the innermost of several, if there is one."""
-    frame = inspect.currentframe()
+    """The optimizer whose ``step`` is running, the innermost of several, if there is one. What its closure runs, or a
+    module, is the program's own."""
+    frame, inside = inspect.currentframe(), set()
     while frame is not None:
         owner = frame.f_locals.get("self")
         if frame.f_code.co_name == "step" and isinstance(owner, Optimizer):
-            return owner
+            closure = frame.f_locals.get("closure")
+            return None if getattr(closure, "__code__", None) in inside else owner
+        if isinstance(owner, nn.Module):
+            return None
+        inside.add(frame.f_code)
         frame = frame.f_back
     return None
 

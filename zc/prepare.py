@@ -71,7 +71,10 @@ def resolve(model: nn.Module, optimizer: Any, options: Mapping[str, Any], ranks:
     config = Config(**options)
     check_module(model)
     if model in COMPILED:
-        raise PlanError(f"this {type(model).__name__} is compiled already: call zc.compile once, before the loop")
+        raise PlanError(
+            f"this {type(model).__name__} is compiled already: call zc.compile once, before the loop. To train it with "
+            "another optimizer, call zc.close(model) on all ranks first"
+        )
     assignment = assign(model, optimizer)
     param_checks.refuse_compiled_autograd()
     device = next(iter(assignment.params.values())).device if config.offload is None else torch.device("cpu")

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim import SGD
 
 import zc
 from zc import torch_private
@@ -176,3 +177,25 @@ def test_in_a_forward_a_question_gathers_nothing_and_a_view_is_one_of_values() -
 
 if __name__ == "__main__":
     ask_all()
+
+
+def test_what_a_closure_reads_is_no_fault_of_its_optimizer() -> None:
+    class Loss(nn.Module):
+        def forward(self, param: nn.Parameter) -> Tensor:
+            return param.norm()
+
+    class WithLoss(SGD):
+        def step(self, closure: Any = None) -> Any:  # of a framework, which wraps the closure once more
+            return super().step(lambda: Loss()(param))
+
+    model = nn.Linear(4, 3)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    zc.compile(model, optimizer, stage=3, backend="eager")
+    param = model.weight
+    closures = {"a function": lambda: optimizer.step(lambda: param.norm())}
+    closures["a module"] = lambda: WithLoss(nn.Linear(2, 2).parameters(), lr=0.1).step()
+    for what, call in closures.items():
+        with pytest.raises(zc.ZcError, match=r"norm reads a parameter .* Use `with zc.whole_parameters") as raised:
+            call()
+        assert "was not given" not in str(raised.value), what
+    zc.close(model)

@@ -187,6 +187,68 @@ def _saved_with_a_teacher(rank: int, world_size: int, folder: str, order: str) -
         return [torch.equal(a, b) for a, b in zip(after, before, strict=True)]
 
 
+def _resumed_past_hooks(rank: int, world_size: int, folder: str, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Job: the weights of a run that saves half-way, and of one that goes on from there. Hooks of the program, which
+    come before `prepare`, keep the weights themselves and take models out of the list, as diffusers' scripts do."""
+
+    def run(resumes: bool) -> Tensor:
+        with torchrun(rank, world_size):
+            accelerator = Accelerator(cpu=True)
+
+            def save_weights(models: list[Any], weights: list[Any], output_dir: str) -> None:
+                state = accelerator.get_state_dict(models[0])
+                if rank == 0:
+                    Path(output_dir).mkdir(parents=True, exist_ok=True)
+                    torch.save({name: value.clone() for name, value in state.items()}, Path(output_dir, "own.pt"))
+                    weights.clear()
+
+            def load_weights(models: list[Any], input_dir: str) -> None:
+                while models:
+                    models.pop().load_state_dict(torch.load(Path(input_dir, "own.pt")))
+
+            accelerator.register_save_state_pre_hook(save_weights)
+            accelerator.register_load_state_pre_hook(load_weights)
+            set_seed(3)
+            model = mlp()
+            model, optimizer = prepare(
+                accelerator, model, AdamW(model.parameters(), lr=1e-2), backend="eager", **options
+            )  # fmt: skip
+            if resumes:
+                accelerator.load_state(folder)
+            for step in range(3 if resumes else 0, 6):
+                torch.manual_seed(10 * step + rank)
+                accelerator.backward(model(torch.randn(4, 6)).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+                if step == 2 and not resumes:
+                    accelerator.save_state(folder)
+            with zc.whole_parameters(model):
+                return whole_values(model)
+
+    return run(resumes=False), run(resumes=True)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_hooks_that_take_models_away_leave_the_optimizer_its_state(stage: int, tmp_path: Path) -> None:
+    for through, resumed in run_ranks(_resumed_past_hooks, 2, str(tmp_path / "state"), {"stage": stage}):
+        assert torch.equal(resumed, through)
+
+
+def _pointer_alone(rank: int, world_size: int, folder: str) -> tuple[str, str]:
+    with torchrun(rank, world_size):
+        accelerator = Accelerator(cpu=True)
+        model = mlp()
+        model, optimizer = prepare(accelerator, model, AdamW(model.parameters(), lr=1e-2), backend="eager")
+        accelerator.save_state(folder)
+        accelerator.wait_for_everyone()
+        return message_of(lambda: optimizer.load_state_dict(torch.load(Path(folder, "optimizer.bin"))))
+
+
+def test_a_pointer_whose_folder_nobody_read_is_refused(tmp_path: Path) -> None:
+    for _, message in run_ranks(_pointer_alone, 2, str(tmp_path / "state")):
+        assert "the folder zc beside the file" in message and "zc.load(folder, model" in message
+
+
 def whole_values(model: nn.Module) -> Tensor:
     return torch.cat([param.detach().flatten().clone() for param in model.parameters()])
 

@@ -50,6 +50,7 @@ def _with_fabric(
                 fabric.backward(mse_loss(model(x).float(), y) / 2)
             if is_last:
                 norms.append(fabric.clip_gradients(model, optimizer, max_norm=0.1).item())
+                fabric.clip_gradients(model, optimizer, clip_val=0.01)
                 optimizer.step()
                 optimizer.zero_grad()
             if number == 6 and not resume:

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from zc.api import compile as zc_compile
 from zc.checkpoint.save_load import load_state_dict
@@ -153,13 +154,18 @@ def _register_hooks(accelerator: Any, model: nn.Module, optimizer: Container, po
             for pointer in pointers:
                 pointer.point_to(name)
 
-    def load_hook(models: list[Any], input_dir: str) -> None:
+    def read_folder(models: list[Any], input_dir: str) -> None:
         model, name = model_ref(), name_in(models)
         is_loaded = model is not None and name is not None and load_beside(input_dir, name, model, optimizer)
+        for pointer in pointers:
+            pointer.note_load(name if is_loaded else None)
+
+    def load_hook(models: list[Any], input_dir: str) -> None:
         # accelerate then loads equal weights in the parameters' dtype, which leaves the masters as they are
-        if model is None or name is None or not shards_weights(model):
+        model = model_ref()
+        if model is None or name_in(models) is None or not shards_weights(model):
             return
-        if not is_loaded:  # a program without zc wrote the folder
+        if not all(pointer.is_loaded for pointer in pointers):  # a program without zc wrote the folder
             load_state_dict(model, optimizer, {"model": _weights_in(Path(input_dir), models.index(model))})
         # the others keep their numbers, by which accelerate finds their files
         models[models.index(model)] = _LOADED
@@ -173,5 +179,13 @@ def _register_hooks(accelerator: Any, model: nn.Module, optimizer: Container, po
         return full_state_dict(module) if shards_weights(module) else plain(module, unwrap)
 
     accelerator.get_state_dict = get_state_dict
-    accelerator.register_save_state_pre_hook(save_hook)
+    # before hooks of the program, which may take models out of their list, as those of diffusers' scripts do
+    _put_first(accelerator.register_save_state_pre_hook(save_hook))
+    _put_first(accelerator.register_load_state_pre_hook(read_folder))
     accelerator.register_load_state_pre_hook(load_hook)
+
+
+def _put_first(handle: RemovableHandle) -> None:
+    hooks = handle.hooks_dict_ref()
+    assert hooks is not None  # the accelerator has it
+    hooks.move_to_end(handle.id, last=False)

@@ -26,6 +26,7 @@ from zc.checkpoint.save_load import load, load_state_dict, save
 from zc.checkpoint.saving import channel_of
 from zc.checkpoint.state import state_of, synchronized
 from zc.checkpoint.whole_state import gather_parts
+from zc.errors import CheckpointError
 from zc.optim.assignment import Optimizers
 from zc.registry import COMPILED, sharded
 from zc.whole import full_state_dict
@@ -61,12 +62,14 @@ class StatePointer:
     """Replaces ``state_dict`` and ``load_state_dict`` of a framework's wrapper around an optimizer.
 
     The first ``state_dict()`` after a `point_to`, which is the framework's own, returns the pointer. A caller's own
-    ``state_dict()`` is the optimizer's. A pointer that is loaded changes nothing: `load_beside` has loaded the state.
+    ``state_dict()`` is the optimizer's. A pointer that is loaded changes nothing: `load_beside` has loaded the state,
+    and `note_load` says so. Without it the load raises CheckpointError, since the state would be lost.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._folder: str | None = None
+        self._loaded: str | None = None
 
     def take_place(self, wrapper: Any) -> None:
         """Redirects the framework's ``wrapper`` to this object."""
@@ -76,6 +79,15 @@ class StatePointer:
     def point_to(self, name: str) -> None:
         """The next ``state_dict()`` says that the state is in the folder ``name``."""
         self._folder = name
+
+    def note_load(self, name: str | None) -> None:
+        """The state in the folder ``name`` has been loaded, and the next pointer to it may be. None: no state has."""
+        self._loaded = name
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether a `note_load` waits for its pointer."""
+        return self._loaded is not None
 
     def stop(self) -> None:
         """Takes a `point_to` back: on a rank that writes no file nothing asks for the state."""
@@ -90,6 +102,14 @@ class StatePointer:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if _KEY not in state:
             self._optimizer.load_state_dict(dict(state))
+            return
+        loaded, self._loaded = self._loaded, None
+        if loaded != state[_KEY]:
+            raise CheckpointError(
+                f"the optimizer's state is in the folder {state[_KEY]} beside the file that was loaded, and "
+                f"{'nothing' if loaded is None else f'the folder {loaded}'} was read: call zc.load(folder, model, "
+                "optimizer) with that folder's newest number, or let the framework load the whole checkpoint"
+            )
 
 
 def shards_weights(model: nn.Module) -> bool:

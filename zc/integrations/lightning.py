@@ -82,16 +82,21 @@ class ZcStrategy(_TrainerDDP):
         self._masters: Mapping[str, Tensor] = {}  # of a checkpoint, until the model is compiled
 
     def setup(self, trainer: Any) -> None:
-        # before a validation, DDPStrategy equalizes the module over ranks by a call that a compiled module refuses
+        with contextlib.nullcontext() if trainer.state.fn == "fit" else self._equalizing():
+            super().setup(trainer)
+
+    @contextlib.contextmanager
+    def _equalizing(self) -> Iterator[None]:
+        """Before a validation, DDPStrategy equalizes the module over ranks by a call that a compiled module refuses.
+        Inside, that call leaves out the parameters that have no bytes."""
         own: dict[str, Any] = self.lightning_module.__dict__
         guards = {name: value for name, value in own.items() if isinstance(value, NotForDDP)}
         shards = sharded(self.lightning_module).runtime.placed if shards_weights(self.lightning_module) else {}
-        for name in guards:
-            own[name] = set(shards)  # parameters that this call leaves out: those without bytes
-        super().setup(trainer)
-        for name in guards:
-            own.pop(name, None)
-        own.update({name: value for name, value in guards.items() if self.lightning_module in COMPILED})
+        own.update({name: set(shards) for name in guards})
+        try:
+            yield
+        finally:
+            own.update(guards)
 
     def configure_ddp(self) -> None:
         """Nothing is wrapped."""
@@ -195,7 +200,8 @@ class ZcFabricStrategy(_FabricDDP):
         return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite)
 
     def clip_gradients_value(self, module: nn.Module, optimizer: Optimizer, clip_val: float) -> None:
-        raise PlanError("clip_val is not supported: gradients are sharded. fabric.clip_gradients(..., max_norm=...) is")
+        self.precision.unscale_gradients(optimizer)
+        torch.nn.utils.clip_grad_value_(_params_of(_model_of(optimizer), optimizer), clip_val)
 
 
 def _store_groups(callback: Any, module: nn.Module, number: int, num_groups: int, groups: list[dict[str, Any]]) -> None:

@@ -113,7 +113,8 @@ class ZcMixin:
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         trainer: Any = self
         if checkpoint is not None:
-            load_beside(checkpoint, "zc", trainer.model, trainer.optimizer.optimizer)
+            is_loaded = load_beside(checkpoint, "zc", trainer.model, trainer.optimizer.optimizer)
+            trainer.optimizer.pointer.note_load("zc" if is_loaded else None)
         super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
 
 
