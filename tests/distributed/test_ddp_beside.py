@@ -1,4 +1,5 @@
-"""DistributedDataParallel around a part of a compiled model, or around what holds one: refused by name."""
+"""DistributedDataParallel around a part of a compiled model, or around what holds one, and the optimizer that shards
+states beside it: refused by name."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from harness import run_ranks
 from torch import Tensor, nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from training_runs import message_of
 
@@ -70,3 +72,26 @@ def test_ddp_beside_a_compiled_model_is_refused(backend: str, stage: int) -> Non
         assert before.startswith("PlanError: 0 is a DistributedDataParallel") and before.endswith(" 0.module"), before
         for said in others:
             assert "Is the model inside a DistributedDataParallel? Leave that out" in said, said
+
+
+def _zero_redundancy(rank: int, world_size: int) -> dict[str, Any]:
+    """Job: what is raised, of the optimizer and of a list with it, and that nothing has changed."""
+    model = _model()
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.1)
+    places = [param.data_ptr() for param in model.parameters()]
+    given = (optimizer, [optimizer])
+    said = [message_of(lambda each=each: zc.compile(model, each, backend="eager")) for each in given]
+    is_same = places == [param.data_ptr() for param in model.parameters()]
+    model, adam = zc.compile(model, torch.optim.Adam(model.parameters(), lr=0.1), backend="eager")
+    model(torch.ones(2, 4)).square().mean().backward()
+    adam.step()
+    return {"said": said, "is_same": is_same}
+
+
+def test_a_zero_redundancy_optimizer_is_refused_before_anything_changes() -> None:
+    """Its step was refused, once the buckets were filled."""
+    for seen in run_ranks(_zero_redundancy, 2):
+        assert seen["is_same"]
+        for kind, text in seen["said"]:
+            assert kind == "PlanError" and "ZeroRedundancyOptimizer shards the states" in text, text
+            assert "Adam(model.parameters(), ...)" in text

@@ -448,6 +448,8 @@ class Accumulators:
         self.touched = [[False] * len(b.slots) for b in plan.buckets]
         # by bucket and slot: [n] values that the caller has assigned to param.grad, on their way to the accumulator
         self.assigned: dict[tuple[int, int], Tensor] = {}
+        # bucket and slot of gradients that an optimizer's class has changed in a copy alone, that of their owner
+        self.edited: set[tuple[int, int]] = set()
         # what `deposit` and `take_weights` call: `Runtime` and `ShardedWeights` put their own functions here
         self.on_deposit: Callable[[int, int, Tensor], None] = lambda bucket, slot, grad: None
         self.on_take: Callable[[Sequence[tuple[int, int]]], list[Tensor]] = lambda places: []
@@ -503,6 +505,7 @@ class Accumulators:
                     if tensors:
                         tensors[bucket.index].zero_()
             self.spilled.discard(bucket.index)
+            self.edited -= {(bucket.index, slot) for slot in range(len(bucket.slots))}
             for where in [where for where in self.assigned if where[0] == bucket.index]:
                 value = self.assigned.pop(where)
                 if not set_to_none:
@@ -515,6 +518,7 @@ class Accumulators:
         gradient, unless ``set_to_none``."""
         record, rank = self.plan.buckets[bucket], self.sharers.rank
         self.assigned.pop((bucket, slot), None)
+        self.edited.discard((bucket, slot))
         self.touched[bucket][slot] = self.touched[bucket][slot] and not set_to_none
         inside, _ = record.layout.shard_part(record.slots[slot], rank)
         accs = [tensors[bucket] for tensors in (self.buffers.host, self.buffers.acc) if tensors]
@@ -527,6 +531,7 @@ class Accumulators:
     def put_assigned(self, *, add: bool) -> None:
         """Writes `assigned` values into the accumulators, in place of the mean over ranks or in addition to it, and
         forgets them. Called when no stream uses the accumulators."""
+        self.edited -= self.assigned.keys()
         for (bucket, slot), value in self.assigned.items():
             record = self.plan.buckets[bucket]
             if self.state[bucket] is Acc.EMPTY:

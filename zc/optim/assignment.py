@@ -85,10 +85,11 @@ def given_in(container: Any) -> tuple[Optimizer, ...]:
 def innermost(optimizer: Optimizer) -> Optimizer:
     """The optimizer that another one wraps, through any number of wrappers; ``optimizer`` itself if it wraps none.
 
-    Raises PlanError if one holds several optimizers that share its parameters.
+    Raises PlanError if one holds several optimizers that share its parameters, or is a ZeroRedundancyOptimizer.
     """
     if type(optimizer) in DECLARED:  # it updates parameters itself
         return optimizer
+    _refuse_zero_redundancy(optimizer)
     own = _params_of(optimizer)
     inside: dict[str, Optimizer] = {}
     for name, value in vars(optimizer).items():
@@ -108,6 +109,17 @@ def innermost(optimizer: Optimizer) -> Optimizer:
             "that update, in a list"
         )
     return innermost(next(iter(inside.values())))
+
+
+def _refuse_zero_redundancy(optimizer: Optimizer) -> None:
+    """Raises PlanError for the optimizer by which torch.distributed.optim shards states itself."""
+    if any(cls.__name__ == "ZeroRedundancyOptimizer" for cls in type(optimizer).__mro__):
+        inside = getattr(optimizer, "optim", None)
+        name = "AdamW" if inside is None else type(inside).__name__
+        raise PlanError(
+            f"{type(optimizer).__name__} shards the states of its optimizer over ranks and sends weights itself, as zc "
+            f"does: give zc.compile the optimizer that it was made of, {name}(model.parameters(), ...)"
+        )
 
 
 def _params_of(optimizer: Optimizer) -> frozenset[int]:

@@ -142,6 +142,17 @@ class GradShards:
             runtime.finish_gradients(by_grad=True)
         if grad is not runtime.sharded_grads[name] or not self._is_touched(name):
             raise ZcError(_IS_GONE.format(name))
+        self._say_if_edited()
+
+    def _say_if_edited(self) -> None:
+        """Notes that what is read is not what the class of an optimizer has made of it."""
+        for index, k in sorted(self.runtime.accumulators.edited)[:1]:
+            bucket = self.runtime.plan.buckets[index]
+            self.runtime.say_once(
+                f"{type(self.optimizers[bucket.optimizer]).__name__} changes gradients in place in its step, such as "
+                f"that of {bucket.slots[k].name}, on the rank that owns the parameter: what is read of them after the "
+                "step, and before zero_grad(), is as it was before the step"
+            )
 
     def refuse_whole_write(self, func: object, name: str) -> None:
         """Raises ZcError where a whole tensor must not be written with values of ``name``: by an optimizer that zc does
@@ -222,6 +233,7 @@ class GradShards:
         """[touched parameters] fp64: a number of all gradients, which are finished, with one collective; kept until a
         gradient changes."""
         key = formula, reduction
+        self._say_if_edited()
         if key in self._numbers:  # another stream may have made them
             self.runtime.streams.hand_to_main([self._numbers[key]])
         else:

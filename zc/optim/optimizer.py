@@ -38,7 +38,13 @@ from zc.optim.local import REPLACED, second_object, with_zero_grad
 from zc.optim.param_writes import ParamWrites
 from zc.optim.sharded_value import ShardedValue
 from zc.optim.state_view import StateView
-from zc.optim.trials import keeps_state_by_parameter, needs_a_gradient, num_closure_calls, takes_empty_groups
+from zc.optim.trials import (
+    edits_data,
+    keeps_state_by_parameter,
+    needs_a_gradient,
+    num_closure_calls,
+    takes_empty_groups,
+)
 from zc.planning.layout import Rule, Slot
 from zc.planning.plan import Bucket
 
@@ -83,6 +89,8 @@ class ShardedOptimizer:
         self._is_known, self._may_zero = is_known(optimizer), may_zero(type(optimizer))
         self._takes_empty_groups = True  # False: the step sees those of which this rank trains something
         self._needs_a_gradient = False  # True: it sees those of which this rank has a gradient
+        self._edits_data = False  # True: it may change gradients without autograd's counting it
+        self._given: dict[str, Given] = {}  # inside of a method of an unknown class: gradients of slices
         self.local.state, self.local.param_groups = optimizer.state, self._groups
         self.state = StateView(self)
         vars(optimizer)["state"] = self.state
@@ -166,6 +174,8 @@ class ShardedOptimizer:
             self._takes_empty_groups = False
         if ranks.world_size > 1 and needs_a_gradient(self.local, groups, device):
             self._needs_a_gradient = True
+        if edits_data(self.local, groups, device):
+            self._edits_data = True
 
     def _make_slice(self, name: str, bucket: Bucket, slot: Slot, is_empty: bool = False) -> None:
         rank, buffers = self.runtime.group.shard.rank, self.runtime.buffers
@@ -251,16 +261,35 @@ class ShardedOptimizer:
     def _cleared(self, buckets: Sequence[int]) -> list[int]:
         """Flags of what a method of the class has done to the gradients in these buckets, as far as this rank owns some
         of them: whether it has called zero_grad, to None and to zeros, and then for each parameter whether it has set
-        the gradient to None, made it zeros, or left it."""
+        the gradient to None, made it zeros, left it, or changed it otherwise, as which it is left, too."""
         flags, self.called_zero_grad = self.called_zero_grad, [0, 0]
         for name, _ in self._touched_in(buckets):
             own = self.slices.get(name)
             if own is None or not own.numel():
-                flags += (0, 0, 0)
+                flags += (0, 0, 0, 0)
                 continue
-            is_zero = self._may_zero and own.grad is not None and not own.grad.any()
-            flags += (int(own.grad is None), int(is_zero), int(own.grad is not None and not is_zero))
+            if own.grad is None:
+                flags += (1, 0, 0, 0)
+                continue
+            is_zero = self._may_zero and not own.grad.any()
+            is_edited = not is_zero and self._given[name].is_edited(own.grad)
+            flags += (0, int(is_zero), int(not is_zero), int(is_edited))
+            if is_edited and self._shows_grads:
+                self._write_back(name, own.grad)
         return flags
+
+    @property
+    def _shows_grads(self) -> bool:
+        """Whether the class has the accumulators' own memory for gradients. It has copies of whole ones."""
+        return not self.rule.whole or self.runtime.group.shard.world_size == 1
+
+    def _write_back(self, name: str, grad: Tensor) -> None:
+        """The accumulators get what the class has made of a gradient, which may be another tensor."""
+        given = self._given[name].grad
+        if grad is not given:
+            given.copy_(grad)
+        for copy in self.grad_shards.copies(name)[1:]:  # with offload
+            copy.copy_(given)
 
     def _touched_in(self, buckets: Sequence[int]) -> list[tuple[str, tuple[int, int]]]:
         """Names and places of the parameters in these buckets that have a gradient on some rank."""
@@ -271,16 +300,20 @@ class ShardedOptimizer:
     def _clear(self, buckets: Sequence[int], flags: Sequence[int]) -> None:
         """Does to gradients what a method of the class has done to those of its slices. ``flags``: the largest of all
         ranks'. Raises ZcError where ranks have done different things."""
-        (to_none, to_zeros), each = flags[:2], [flags[k : k + 3] for k in range(2, len(flags), 3)]
+        (to_none, to_zeros), each = flags[:2], [flags[k : k + 4] for k in range(2, len(flags), 4)]
         touched = list(zip(self._touched_in(buckets), each, strict=True))
         groups = self.optimizer.param_groups if to_none else []
         in_groups = {self._names.get(id(p)) for group in groups for p in group["params"]}
-        for (name, _), (is_none, is_zero, is_left) in touched:
+        for (name, where), (is_none, is_zero, is_left, is_edited) in touched:
             if (is_none or name in in_groups) and (is_zero or is_left):
                 raise ZcError(
                     f"{type(self.optimizer).__name__} has set the gradient of {name} to None on some ranks, in a "
                     "method of its class, and kept it on others: let it clear gradients on all ranks or on none"
                 )
+            if is_edited and self._shows_grads:
+                self.grad_shards.drop_norms(name)
+            elif is_edited:
+                self.runtime.accumulators.edited.add(where)
         if to_none or to_zeros:
             self.zero_grad(set_to_none=bool(to_none))
             touched = []
@@ -289,7 +322,7 @@ class ShardedOptimizer:
             self.runtime.params[name].grad = None
         if gone:
             self.runtime.drop(list(gone.values()), set_to_none=True)
-        zeros = [where for (_, where), (_, is_zero, is_left) in touched if is_zero and not is_left]
+        zeros = [where for (_, where), (_, is_zero, is_left, _) in touched if is_zero and not is_left]
         if zeros:
             self.grad_shards.drop_norms()
             self.runtime.drop(zeros, set_to_none=False)
@@ -298,6 +331,7 @@ class ShardedOptimizer:
         """At the end of a method of the class, also by raising."""
         for own_slice in self.slices.values():
             own_slice.grad = None
+        self._given.clear()
         self.local.param_groups = self._groups
         for own, group in zip(self._groups, self.optimizer.param_groups, strict=False):
             if "param_names" in group:
@@ -373,7 +407,23 @@ class ShardedOptimizer:
                 elif touched and own.numel() == slot.numel:
                     first = slot.offset - bucket.layout.owned_range(runtime.group.shard.rank)[0]
                     grad = in_shape(whole[bucket.index][first : first + slot.numel], slot)
+                if grad is not None and not self._is_known:
+                    grad = grad.data  # autograd counts writes to it alone
+                    self._given[slot.name] = Given(grad, keeps_copy=self._edits_data)
                 own.grad = grad
+
+    def _refuse_edited(self) -> None:
+        """Raises ZcError where a step of the class has changed gradients, in its owners' copies alone, that the caller
+        has not cleared. All ranks call it, and have the same ones."""
+        edited = self.runtime.accumulators.edited
+        for name, where in self._touched_in([bucket.index for bucket in self.buckets]) if edited else ():
+            if where in edited and name not in self._absent:
+                raise ZcError(
+                    f"{type(self.optimizer).__name__} has changed the gradient of {name} in its last step, and "
+                    "the loop has not cleared it since: the rank that owns this parameter changed a copy, so this step "
+                    "would use the gradient as it was before. Call optimizer.zero_grad() after each step(), or let the "
+                    "class change a copy (grad = p.grad.clone())"
+                )
 
     # --- gradients ---
 
@@ -409,10 +459,11 @@ class ShardedOptimizer:
         if closure is not None:
             args, kwargs = self._closures.run(closure, args, kwargs)
         self.runtime.finish_gradients()
+        self.look_at_groups()
+        self._refuse_edited()
         self.runtime.group.record_call(f"{type(self.optimizer).__name__}.step")
         self.runtime.weights.before_writes()
         self._writes.take_over()
-        self.look_at_groups()
         changed = self._touched()
         self._install(changed)
         self.updater.before(changed)
@@ -480,6 +531,22 @@ class ShardedOptimizer:
         vars(self.optimizer)["state"] = self.local.state
         for group in (*self.local.param_groups, *self.optimizer.param_groups):
             group["params"] = []
+
+
+class Given:
+    """A gradient that a method of the class gets."""
+
+    def __init__(self, grad: Tensor, *, keeps_copy: bool) -> None:
+        """``keeps_copy``: the class may write into it without autograd's counting it."""
+        self.grad, self._counts = grad, not grad.is_inference()  # what inference_mode makes has no count
+        self._version = torch_private.version(grad) if self._counts else 0
+        self._before = grad.clone() if keeps_copy or not self._counts else None
+
+    def is_edited(self, grad: Tensor) -> bool:
+        """Whether the method has left another one: ``grad``."""
+        if grad is not self.grad or (self._counts and torch_private.version(grad) != self._version):
+            return True
+        return self._before is not None and not torch.equal(self._before, grad)
 
 
 def replace_methods(model: nn.Module, sharded: ShardedOptimizer) -> None:

@@ -7,6 +7,7 @@
 | does it depend on a parameter's position? | of any unknown class with a list of as many entries, with several ranks |
 | does each state belong to the parameter that it is stored under? | of every unknown class, for checkpoints |
 | can a group be empty, or without a gradient? | of every unknown class: a rank may own no such parameter of a group |
+| does it change gradients past autograd's count (``p.grad.data``)? | of every unknown class |
 | how often is a closure called? | at the first ``step(closure)`` |
 | which state has the parameter's shape? | of torch's elementwise classes, with offload |
 
@@ -220,6 +221,29 @@ def needs_a_gradient(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]], 
     return fails
 
 
+def edits_data(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]], device: torch.device) -> bool:
+    """Whether an update of these groups changes gradients without autograd's counting it, or that can't be tried. A
+    decay of 0 may be another one later, so it is tried with another one, too."""
+    if wrapped(optimizer) is not None:
+        return True
+    for group in groups:
+        later = {k: 0.01 if "decay" in k and not isinstance(v, Tensor) and v == 0 else v for k, v in group.items()}
+        for options in (group, later):
+            for (shape, *_), _ in PAIRS:
+                value, grads = small_data(shape, device)
+                try:
+                    (updated,) = update_copy(optimizer, options, [value], [grads], seed=1)
+                except Exception:  # noqa: BLE001  (the next shape)
+                    continue
+                if updated.edits_data:
+                    return True
+                break
+            else:
+                if options is group:
+                    return True
+    return False
+
+
 def num_closure_calls(optimizer: Optimizer) -> int | None:
     """How often one ``step(closure)`` calls its closure; None where that can't be tried."""
     if wrapped(optimizer) is not None:
@@ -335,6 +359,7 @@ class Updated(NamedTuple):
     state: Mapping[str, Any]
     returned: Any = None  # by the last of the methods that were called
     options: Mapping[str, Any] = MappingProxyType({})  # of its group
+    edits_data: bool = False  # a step has changed its gradient without autograd's counting it
 
     def elementwise(self) -> dict[str, Tensor]:
         """The change under "", and each floating-point state of the parameter's size. Codes of a quantised state are
@@ -391,15 +416,20 @@ def update_copy(
     forked = torch.random.fork_rng([d.index for d in devices], device_type=devices[0].type if devices else "cuda")
     # Eager: Dynamo skips a frame for good that it first meets under a dispatch mode, here that of watching_collectives.
     eager = torch.compiler.set_stance("force_eager")
+    edits_data = [False] * len(params)
     with forked, eager, torch_private.watching_collectives(refuse):
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would leave other devices' generators changed
         for device in devices:
             with torch.accelerator.device_index(device.index):
                 torch.get_device_module(device).manual_seed(seed)
         for k in range(max(map(len, grads), default=1) or 1):
-            for param, own in zip(params, grads, strict=True):
-                param.grad = own[k].clone() if own else None
+            given = [own[k].clone() if own else None for own in grads]
+            for param, grad in zip(params, given, strict=True):
+                param.grad = grad
             twin.step(*([closure] if closure is not None else []))
+            for n, grad in enumerate(given):
+                if grad is not None and torch_private.version(grad) == 0 and not torch.equal(grad, grads[n][k]):
+                    edits_data[n] = True
         returned: Any = None
         for method in methods:
             returned = getattr(twin, method)()
@@ -408,7 +438,8 @@ def update_copy(
     states = [{**twin.state.get(param, {}), **({"": others} if others else {})} for param in params]
     returned = None if returned is twin else returned
     options = {key: option for key, option in twin.param_groups[0].items() if key != "params"}
-    return [Updated(change, state, returned, options) for change, state in zip(changes, states, strict=True)]
+    updated = zip(changes, states, edits_data, strict=True)
+    return [Updated(change, state, returned, options, edits) for change, state, edits in updated]
 
 
 def difference(one: Mapping[str, Tensor], other: Mapping[str, Tensor], close: float = CLOSE) -> str | None:
