@@ -19,7 +19,7 @@ from zc.planning.traits import num_states
 # In the order of reports; the optimizer's state is its own, and only estimates have it
 KINDS = (
     "flat_param", "master_shard", "acc", "flat_grad", "scratch", "optimizer_state", "weight", "arena", "frozen",
-    "host_sum", "update", "published", "whole_grad", "staging", "host", "param",
+    "host_sum", "sum", "spill", "update", "published", "whole_grad", "staging", "host", "param",
 )  # fmt: skip
 ON_DEVICE, ON_HOST = KINDS[:5], ("master_shard", "host", "param")  # reports have these, also where they have 0 bytes
 
@@ -36,6 +36,7 @@ class Lifetime(enum.Enum):
     PLAN = "as long as the plan"
     GRADIENTS = "from a backward to the zero_grad that sets gradients to None"
     UPDATE = "during an update"
+    REDUCTION = "while a route sums"
     READS = "while a forward or backward reads gathered weights"
 
 
@@ -105,6 +106,8 @@ def shared(plan: Plan, rank: int | None) -> list[Room]:
     rooms = [Room("scratch", 1, max(map(plan.nbytes_scratch, buckets)), Lifetime.GRADIENTS)]
     host_sum = max(plan.numel_host_sum(b) * b.net_dtype.itemsize for b in buckets)
     rooms.append(Room("host_sum", NUM_HOST_SUMS, host_sum, Lifetime.GRADIENTS))
+    sums = [hop.nbytes_sum(bucket) for hop in plan.hops for bucket in buckets]
+    rooms.append(Room("sum", 1, max(sums, default=0), Lifetime.REDUCTION))  # one: these hops follow each other on comm
     if plan.placement.shards_gradients:
         largest = max(b.numel * b.reduce_dtype.itemsize for b in buckets)
         rooms.append(Room("flat_grad", min(plan.num_buffers, len(buckets)), largest, Lifetime.GRADIENTS))

@@ -520,6 +520,15 @@ class Hop:
         numel = self.numel_sent(bucket) if plan.reduce == "exact" else bucket.layout.numel_shard
         return numel * self.dtype(bucket).itemsize
 
+    def nbytes_sum(self, bucket: Bucket) -> int:
+        """Bytes that a route makes for as long as it sums: between replicas, the piece that a rank sums for all; else
+        the sum in the accumulator's dtype, where it travels on in a narrower one. (Ranks that read each other's memory
+        sum in pieces of a megabyte, which do not count.)"""
+        if self.way is Way.REPLICAS:
+            return self.numel_sent(bucket) // self.num_ranks * bucket.acc_dtype.itemsize
+        is_narrow = self.into is not Into.ACCUMULATOR and bucket.net_dtype != bucket.acc_dtype
+        return self.numel_sum(bucket) * bucket.acc_dtype.itemsize if is_narrow and not self.is_direct else 0
+
 
 def largest(plan: Plan, bucket: Bucket, encoding: Encoding | None) -> tuple[int, int]:
     """The most encoded bytes of any rank: of one row for each rank that it exchanges rows with, and of as many rows of
