@@ -19,19 +19,17 @@ from zc.engine.ledger import Waits, Where
 from zc.errors import ZcError
 
 if TYPE_CHECKING:
-    from zc.engine.buffers import Accumulators
+    from zc.engine.core import Core
     from zc.engine.operations import MayReduce
     from zc.planning.plan import Bucket, Plan
-    from zc.ranks.group import Group
 
 
 class Agreement:
     """Of one compiled model. Only the thread that issues schedules uses it: autograd's in a backward, the caller's
     between two."""
 
-    def __init__(self, accs: Accumulators, _: Group) -> None:
-        """Nobody is asked, so the group is for those that ask (`zc.engine.features.Features.make_agreement`)."""
-        self._accs = accs
+    def __init__(self, core: Core) -> None:
+        self._accs = core.accumulators
         self.has_grad = self._no_grads()  # by bucket and slot: some rank has a gradient
         self.token_counts = TokenCounts(self.plan.num_optimizers)
         self._dropped: set[Where] = set()  # parameters whose gradients were dropped one by one, each once

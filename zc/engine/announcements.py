@@ -51,7 +51,7 @@ from zc.errors import ZcError
 from zc.planning.plan import Bucket
 
 if TYPE_CHECKING:
-    from zc.engine.buffers import Accumulators
+    from zc.engine.core import Core
     from zc.engine.operations import MayReduce
     from zc.ranks.exchanges import Work
     from zc.ranks.group import Group
@@ -92,9 +92,9 @@ class Announcements(Agreement):
     """The protocol of one compiled model on several ranks. The comm stream sees the `Announcement` of its backward
     alone."""
 
-    def __init__(self, accs: Accumulators, group: Group) -> None:
-        super().__init__(accs, group)
-        self._group = group
+    def __init__(self, core: Core) -> None:
+        super().__init__(core)
+        self._group = core.group
         self._num_cleared = 0  # times that gradients were dropped since the last boundary: a loop counts once
         self._reduced = self._no_grads()  # those that are in every rank's sums
         self._proposal: _Proposal | None = None  # of the backward that runs; None: none that reduces

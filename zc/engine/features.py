@@ -12,7 +12,7 @@ from zc.engine.agreement import Agreement
 from zc.errors import PlanError
 
 if TYPE_CHECKING:
-    from zc.engine.buffers import Accumulators, Buffers, Function
+    from zc.engine.buffers import Buffers, Function
     from zc.engine.core import Core
     from zc.engine.program import Program
     from zc.engine.runtime import Runtime
@@ -38,7 +38,7 @@ class Features(NamedTuple):
     operations: Mapping[type[Op], Function] = {}
     gather_whole: GatherWhole | None = None
     routes: Mapping[Way, MakeRoute] = {}
-    make_agreement: Callable[[Accumulators, Group], Agreement] = Agreement
+    make_agreement: Callable[[Core], Agreement] = Agreement
 
 
 class Updater:

@@ -86,7 +86,7 @@ class Runtime(Core):
     ) -> None:
         super().__init__(config, buffers, group, streams, params, features)
         self.accumulators.on_deposit = self._deposit
-        self.agreement = features.make_agreement(self.accumulators, group)
+        self.agreement = features.make_agreement(self)
         on_device = any(bucket.device.type != "cpu" for bucket in self.plan.buckets)
         self.backwards = Backwards(weakly(self._drop_failed), drops_late=on_device)
         self._begin_outer = weakly(self.begin_backward)  # of a backward around the one that brings the first gradient
