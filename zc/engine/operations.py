@@ -1,5 +1,5 @@
 """The function of each kind of node, in one table. `zc.schedule.spec` says what the kinds mean. A feature with kinds of
-its own brings their functions (`zc.engine.features`).
+its own brings their functions (`zc.engine.core.Features`).
 
 Each function runs on the stream of its node, in the order of the schedule, which alone decides what runs when.
 ``accs`` is this rank's state, ``bucket`` a number, and ``record`` the plan's `Bucket` of that number.

@@ -28,7 +28,7 @@ from torch.utils.hooks import RemovableHandle
 from zc import torch_private
 from zc.engine import param_checks
 from zc.engine.buffers import Acc, Buffers
-from zc.engine.core import AtBoundary, Core, Listener, weakly
+from zc.engine.core import AtBoundary, Core, Features, Listener, weakly
 from zc.engine.deposits import Deposits
 from zc.engine.ledger import Where
 from zc.engine.program import Program
@@ -40,7 +40,6 @@ from zc.ranks.group import Group
 
 if TYPE_CHECKING:
     from zc.config import Config
-    from zc.engine.features import Features
     from zc.engine.param_checks import BlockPlaces
     from zc.ranks.journal import Journal
 
