@@ -143,14 +143,18 @@ class Agreement:
     def _no_grads(self) -> list[list[bool]]:
         return [[False] * len(bucket.slots) for bucket in self.plan.buckets]
 
-    def _add_grads(self, flags: Sequence[int]) -> None:
-        """``flags``: by parameter, in the order of the plan, and perhaps more behind."""
-        both = zip(self._grads_in(flags), self.has_grad, strict=True)
-        self.has_grad = [list(map(operator.or_, new, old)) for new, old in both]
+    def _add_grads(self, flags: bytes) -> None:
+        """``flags``: one byte a parameter, in the order of the plan, and perhaps more behind."""
+        known = itertools.chain.from_iterable(self.has_grad)
+        self.has_grad = self._by_bucket(bytes(map(operator.or_, flags, known)), self.has_grad)
 
-    def _grads_in(self, flags: Sequence[int]) -> list[list[bool]]:
+    def _by_bucket(self, flags: bytes, known: list[list[bool]]) -> list[list[bool]]:
+        """``flags``, as `_add_grads` has them, by bucket and slot; ``known`` itself where it says the same, which is so
+        in most steps."""
+        if flags.startswith(bytes(itertools.chain.from_iterable(known))):
+            return known
         items = iter(flags)
-        return [list(map(bool, itertools.islice(items, len(slots)))) for slots in self.has_grad]
+        return [list(map(bool, itertools.islice(items, len(slots)))) for slots in known]
 
 
 class Totals(NamedTuple):

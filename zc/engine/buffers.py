@@ -551,5 +551,6 @@ class Accumulators:
         self.num_reductions, self.nbytes_moved = Counter(), dict.fromkeys(self.nbytes_moved, 0)
         return counts
 
-    def touched_flags(self) -> list[int]:
-        return [int(flag) for flags in self.touched for flag in flags]
+    def touched_flags(self) -> bytes:
+        """One byte a parameter, in the order of the plan."""
+        return bytes(itertools.chain.from_iterable(self.touched))
