@@ -21,14 +21,28 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bench.measure import ROOT
+
+if TYPE_CHECKING:
+    from torch.profiler import profile
 
 WAYS: dict[str, dict[str, Any]] = {"stage 3": {"stage": 3}, "overlap_gather": {"stage": 2, "overlap_gather": True}}
 BYTES, COUNTS, TIMES = ("persistent", "transient"), ("graphs", "frames", "breaks"), ("first_ms", "step_ms")
 TOLERANCE = 1.01
 VOCAB, WIDTH, BLOCKS, STEPS = 512, 128, 4, 8
+
+
+def most_nbytes(seen: profile) -> int:
+    """The most bytes that were allocated and not yet freed, of those allocated inside."""
+    assert seen.profiler is not None and seen.profiler.kineto_results is not None
+    now = most = 0
+    for event in seen.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            most = max(most, now)
+    return most
 
 
 def measured(way: str, backend: str) -> dict[str, float]:
@@ -85,16 +99,9 @@ def measured(way: str, backend: str) -> dict[str, float]:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         step()
         zc.synchronize(model)
-    assert seen.profiler is not None and seen.profiler.kineto_results is not None
-    events = seen.profiler.kineto_results.events()
-    now = most = 0
-    for event in events:
-        if event.name() == "[memory]":
-            now += event.nbytes()
-            most = max(most, now)
     zc.close(model)
     return {
-        "first_ms": first, "step_ms": steady, "persistent": persistent, "transient": most,
+        "first_ms": first, "step_ms": steady, "persistent": persistent, "transient": most_nbytes(seen),
         "graphs": counters["stats"]["unique_graphs"], "frames": counters["frames"]["total"],
         "breaks": sum(counters["graph_break"].values()),
     }  # fmt: skip

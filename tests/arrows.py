@@ -36,7 +36,7 @@ ARROWS = {
 CORE = ("planning", "schedule", "passes", "engine", "compiler", "ranks", "optim")
 WINGS = {
     "weights": "zc.weights zc.meta zc.planning.residency zc.planning.frozen zc.passes.window_weights "
-               "zc.passes.residency zc.engine.weight_operations",
+               "zc.passes.residency",
     "host": "zc.ranks.neighbours zc.ranks.hosts",
     "levels": "zc.ranks.levels", "replicas": "zc.ranks.replicas",
     "wire": "zc.planning.wire zc.ranks.encoded",

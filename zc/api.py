@@ -24,7 +24,7 @@ from zc.config import OPTIONS, check_count
 from zc.diverged import files
 from zc.engine.buffer_sync import BufferSync, has_buffers
 from zc.engine.buffers import Buffers
-from zc.engine.features import Updater
+from zc.engine.core import Updater
 from zc.engine.param_checks import Unset
 from zc.engine.runtime import Runtime
 from zc.engine.streams import make_streams

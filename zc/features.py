@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from zc.engine import owners, weight_operations
+from zc.engine import owners
 from zc.engine.agreement import Agreement
 from zc.engine.announcements import Announcements
-from zc.engine.features import Features
+from zc.engine.core import Features
 from zc.passes.pipeline import pipelines
 from zc.planning.plan import Plan, Way
 from zc.ranks.control import Parts
@@ -40,12 +40,12 @@ ROUTES: dict[Way, MakeRoute] = {
 
 def features_of(plan: Plan, config: Config) -> Features:
     """Those of a model with this plan."""
-    from zc.weights import make_weights  # late: these are the longest chains of imports
+    from zc.weights import OPERATIONS, make_weights  # late: these are the longest chains of imports
 
     return Features(
         pipelines(in_place=config.write_in_place, prove=config.verify, windows=bool(plan.sharded)),
         make_weights,
-        {**owners.OPERATIONS, **weight_operations.OPERATIONS},
+        {**owners.OPERATIONS, **OPERATIONS},
         owners.gather_whole,
         ROUTES,
         make_agreement=Announcements if plan.num_ranks > 1 else Agreement,

@@ -1,5 +1,5 @@
-"""This machine: its memory, cores and page faults, how many ranks share them, and what zc asks of a device, whatever it
-is: CUDA, ROCm, XPU, or one that a package adds to torch.
+"""This machine: its memory and cores, how many ranks share them, and what zc asks of a device, whatever it is: CUDA,
+ROCm, XPU, or one that a package adds to torch.
 """
 
 from __future__ import annotations
@@ -8,12 +8,6 @@ import os
 from pathlib import Path
 
 import torch
-
-try:
-    import resource
-except ImportError:  # Windows
-    resource = None  # type: ignore[assignment]
-
 
 _PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
 _CGROUPS = (
@@ -44,12 +38,6 @@ def available_nbytes() -> int | None:
         if Path(limit).exists() and Path(used).exists() and (text := Path(limit).read_text().strip()).isdigit():
             limits.append(max(0, int(text) - int(Path(used).read_text())))
     return min(limits) if limits else None
-
-
-def num_page_faults() -> int | None:
-    """Minor page faults of this process since it began, also on pages that malloc had returned to the system before;
-    None if the system does not count them."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt if resource is not None else None
 
 
 def resident_nbytes() -> int:

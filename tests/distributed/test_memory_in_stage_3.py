@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 import zc
+from bench.weight_turns import most_nbytes
 from zc.offload.host_step import HostMemory
 from zc.registry import sharded
 
@@ -32,17 +33,6 @@ class Net(nn.Module):
         for layer in self.layers:
             x = x + torch.tanh(layer(x))
         return x
-
-
-def most_nbytes(prof: profile) -> int:
-    """The most bytes that were allocated and not yet freed, of those allocated inside."""
-    assert prof.profiler is not None and prof.profiler.kineto_results is not None
-    now = most = 0
-    for event in prof.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            now += event.nbytes()
-            most = max(most, now)
-    return most
 
 
 def measured(rank: int, world_size: int, backend: str) -> list[tuple[int, int, int, int]]:

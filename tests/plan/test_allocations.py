@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from zc.checks import check_plan
 from zc.config import Config
@@ -17,14 +19,18 @@ from zc.planning.allocations import KINDS, most_nbytes, nbytes_of, resident
 from zc.planning.layout import Rule
 from zc.planning.ownership import assign_owners
 from zc.planning.packing import ParamSpec, make_plan
-from zc.planning.plan import Plan, Topology, flat
+from zc.planning.plan import Into, Plan, Topology, Way, flat
+from zc.ranks.exchanges import Sum
 from zc.ranks.levels import TwoLevels
+from zc.ranks.replicas import Replicas
+from zc.ranks.routes import Messages, Route
 
 pytestmark = pytest.mark.check
 
-CPU, WORLD = torch.device("cpu"), 4
+CPU, WORLD, PIECE = torch.device("cpu"), 4, 256
 SHAPES = {"a": (33, 8), "b": (8,), "c": (65, 8), "d": (7, 5), "e": (16, 16)}
-NOT_ALLOCATED = {"optimizer_state", "arena", "whole_grad"}  # by the optimizer, or for a pass or an update alone
+# by the optimizer, or for a pass, an update or a sum alone
+NOT_ALLOCATED = {"optimizer_state", "arena", "whole_grad", "sum"}
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {}, "bf16": {"param_dtype": torch.bfloat16}, "8 bits": {"gather_dtype": torch.int8},
     "offload": {"offload": "cpu"}, "offload of bf16": {"offload": "cpu", "param_dtype": torch.bfloat16},
@@ -88,7 +94,66 @@ def test_every_rank_has_what_the_table_says(name: str) -> None:
     assert theirs.keys() - {"optimizer_state"} == host.keys()
 
 
+def test_what_was_moved_aside_counts() -> None:
+    plan = PLANS["plain, stage 1, one host, slices"]
+    buffers = Buffers(plan, 0)
+    for bucket in plan.buckets:
+        buffers.add(bucket)
+    assert "spill" not in buffers.nbytes()
+    first = plan.buckets[0]
+    buffers.allocate_spill(first, first.layout.numel_shard)
+    assert buffers.nbytes()["spill"] == first.layout.numel_shard * 4
+
+
 def test_only_what_sends_differences_has_published_weights() -> None:
     """In stage 3 gathers bring weights, not differences; an estimate counted `published` there, one shard too many."""
     kinds = {stage: nbytes_of(PLANS[f"8 bits, stage {stage}, two hosts, slices"], 0) for stage in (2, 3)}
     assert kinds[2]["published"] > 0 and "published" not in kinds[3] and kinds[3]["update"] > 0
+
+
+class Made(TorchDispatchMode):
+    """Counts the bytes of what is allocated inside, without the kernels' pieces, of `PIECE` elements here."""
+
+    nbytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        is_new = func.overloadpacket in (torch.ops.aten.empty, torch.ops.aten.empty_like)
+        if is_new and result.numel() > PIECE:
+            self.nbytes += result.nbytes
+        return result
+
+
+def reduce_by_messages(plan: Plan) -> int:
+    """The most bytes that a hop by messages makes, without what it was given and without anybody to send to."""
+    most, bucket = 0, max(plan.buckets, key=lambda bucket: bucket.numel)
+    for hop in plan.hops:
+        ranks: Any = SimpleNamespace(world_size=hop.num_ranks, all_to_all=_sent, all_gather=_sent)
+        route: Route = Replicas(ranks) if hop.way is Way.REPLICAS else Messages(ranks, hop)
+        is_last = hop.into is Into.ACCUMULATOR
+        total = torch.zeros(hop.numel_sum(bucket), dtype=bucket.acc_dtype if is_last else bucket.net_dtype)
+        sent = torch.ones(hop.numel_sent(bucket), dtype=hop.dtype(bucket))
+        with Made() as made:
+            route.take(bucket, sent, scratch := torch.zeros(hop.nbytes_scratch(plan, bucket), dtype=torch.uint8))
+            route.finish(bucket, scratch, Sum(total, hop.scale))
+        most = max(most, made.nbytes)
+    return most
+
+
+def _sent(*_: Any) -> None:
+    return None
+
+
+@pytest.mark.parametrize("reduce_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("hosts", "replicas"), [(1, 1), (1, 2), (2, 1), (2, 2)])
+def test_what_a_route_makes_while_it_sums_is_planned(
+    hosts: int, replicas: int, reduce_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sum in fp32 that travels on in bf16, and the piece that a replica sums for all: no list of memory had them."""
+    monkeypatch.setattr("zc.kernels._common.CHUNK", PIECE)
+    specs = [ParamSpec("a", (256, 256), torch.float32, CPU)]
+    topology = flat(WORLD) if hosts == 1 else Topology(2, 2, levels=TwoLevels())
+    plan = make_plan(specs, Config(reduce_dtype=reduce_dtype), topology, rules=[Rule()], num_replicas=replicas)
+    expected = nbytes_of(plan, 0).get("sum", 0)
+    assert reduce_by_messages(plan) == expected
+    assert (expected > 0) == (replicas > 1 or (hosts > 1 and reduce_dtype == torch.bfloat16))

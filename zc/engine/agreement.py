@@ -19,19 +19,17 @@ from zc.engine.ledger import Waits, Where
 from zc.errors import ZcError
 
 if TYPE_CHECKING:
-    from zc.engine.buffers import Accumulators
+    from zc.engine.core import Core
     from zc.engine.operations import MayReduce
     from zc.planning.plan import Bucket, Plan
-    from zc.ranks.group import Group
 
 
 class Agreement:
     """Of one compiled model. Only the thread that issues schedules uses it: autograd's in a backward, the caller's
     between two."""
 
-    def __init__(self, accs: Accumulators, _: Group) -> None:
-        """Nobody is asked, so the group is for those that ask (`zc.engine.features.Features.make_agreement`)."""
-        self._accs = accs
+    def __init__(self, core: Core) -> None:
+        self._accs = core.accumulators
         self.has_grad = self._no_grads()  # by bucket and slot: some rank has a gradient
         self.token_counts = TokenCounts(self.plan.num_optimizers)
         self._dropped: set[Where] = set()  # parameters whose gradients were dropped one by one, each once
@@ -145,14 +143,18 @@ class Agreement:
     def _no_grads(self) -> list[list[bool]]:
         return [[False] * len(bucket.slots) for bucket in self.plan.buckets]
 
-    def _add_grads(self, flags: Sequence[int]) -> None:
-        """``flags``: by parameter, in the order of the plan, and perhaps more behind."""
-        both = zip(self._grads_in(flags), self.has_grad, strict=True)
-        self.has_grad = [list(map(operator.or_, new, old)) for new, old in both]
+    def _add_grads(self, flags: bytes) -> None:
+        """``flags``: one byte a parameter, in the order of the plan, and perhaps more behind."""
+        known = itertools.chain.from_iterable(self.has_grad)
+        self.has_grad = self._by_bucket(bytes(map(operator.or_, flags, known)), self.has_grad)
 
-    def _grads_in(self, flags: Sequence[int]) -> list[list[bool]]:
+    def _by_bucket(self, flags: bytes, known: list[list[bool]]) -> list[list[bool]]:
+        """``flags``, as `_add_grads` has them, by bucket and slot; ``known`` itself where it says the same, which is so
+        in most steps."""
+        if flags.startswith(bytes(itertools.chain.from_iterable(known))):
+            return known
         items = iter(flags)
-        return [list(map(bool, itertools.islice(items, len(slots)))) for slots in self.has_grad]
+        return [list(map(bool, itertools.islice(items, len(slots)))) for slots in known]
 
 
 class Totals(NamedTuple):

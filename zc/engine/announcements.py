@@ -25,7 +25,8 @@ boundary: they may reach it after different numbers of microbatches.
 The k-th announcement on one rank matches the k-th on every other, so between two of the user's collectives all ranks
 make equally many. An announcement is asynchronous: ranks read its answer right before the first reduction. All ranks
 see the same rows and come to the same answer: a difference is no error, and a wrong guess costs overlap, no number. In
-stage 1 on a CPU only the comm stream waits for the answer; else the host does, once per backward, as late as it can.
+stage 1 on a CPU only the streams of reductions wait for the answer; else the host does, once per backward, as late as
+it can.
 
 Each row also says what a rank's sums hold. If one rank has dropped gradients that all had reduced together, the
 boundary raises RankMismatchError, and no part of them enters another rank's sum.
@@ -51,7 +52,7 @@ from zc.errors import ZcError
 from zc.planning.plan import Bucket
 
 if TYPE_CHECKING:
-    from zc.engine.buffers import Accumulators
+    from zc.engine.core import Core
     from zc.engine.operations import MayReduce
     from zc.ranks.exchanges import Work
     from zc.ranks.group import Group
@@ -89,16 +90,18 @@ class _Proposal:
 
 
 class Announcements(Agreement):
-    """The protocol of one compiled model on several ranks. The comm stream sees the `Announcement` of its backward
-    alone."""
+    """The protocol of one compiled model on several ranks. The streams of reductions, comm and comm.host, see the
+    `Announcement` of their backward alone."""
 
-    def __init__(self, accs: Accumulators, group: Group) -> None:
-        super().__init__(accs, group)
-        self._group = group
+    def __init__(self, core: Core) -> None:
+        super().__init__(core)
+        self._group = core.group
         self._num_cleared = 0  # times that gradients were dropped since the last boundary: a loop counts once
         self._reduced = self._no_grads()  # those that are in every rank's sums
         self._proposal: _Proposal | None = None  # of the backward that runs; None: none that reduces
         self._last_order: dict[str, list[int]] = {}  # by source: the buckets that came in the last backward
+        self._names: tuple[list[int], str] | None = None  # of the buckets of the last proposal
+        self._first = self._firsts()
         self._num_announced = self._last_boundary = 0
         # by optimizer: how many reductions the sums of its parameters hold, and a checksum of which announcements made
         # them and which gradients were dropped since
@@ -109,6 +112,11 @@ class Announcements(Agreement):
         super().grow()
         self._reduced += self._no_grads()[len(self._reduced) :]
         self._last_order.clear()
+        self._names, self._first = None, self._firsts()
+
+    def _firsts(self) -> list[int]:
+        """By bucket: the number of its first parameter, in the order of the plan."""
+        return list(itertools.accumulate(map(len, self.has_grad), initial=0))
 
     # --- a backward ---
 
@@ -119,8 +127,10 @@ class Announcements(Agreement):
     def begin(self, source: str, buckets: Sequence[int] | None, grads: frozenset[Where], *, is_boundary: bool) -> None:
         records = self.plan.buckets
         proposed = self._last_order.get(source, list(range(len(records)) if buckets is None else buckets))
-        names = (f"{b} ({records[b].slots[0].name}, ...)" for b in proposed)
-        what = f"reduce buckets {', '.join(names)}{'' if is_boundary else ' in a microbatch'}"
+        if self._names is None or self._names[0] != proposed:
+            names = (f"{b} ({records[b].slots[0].name}, ...)" for b in proposed)
+            self._names = proposed, ", ".join(names)
+        what = f"reduce buckets {self._names[1]}{'' if is_boundary else ' in a microbatch'}"
         self._proposal = _Proposal(self.announce(what, self._flags(grads)), source, proposed, is_boundary)
 
     def permission(self, buckets: Sequence[int]) -> MayReduce | None:
@@ -178,9 +188,10 @@ class Announcements(Agreement):
                     self._add_to_sums(ended)
                     in_sums = {*in_sums, *reduced}
         if is_complete:  # all ranks have the same flags, and the sums hold the gradients that they name
-            self._reduced = self._grads_in(flags)
+            self._reduced = self._by_bucket(flags, self._reduced)
         self._add_grads(flags)
-        for bucket in in_sums:  # inside no_sync another rank's are there, too, and not known here
+        is_told = self._reduced == self.has_grad
+        for bucket in () if is_told else in_sums:  # inside no_sync another rank's are there, too, and not known here
             pairs = zip(self._reduced[bucket], self.has_grad[bucket], strict=True)
             self._reduced[bucket] = [before or has_grad for before, has_grad in pairs]
         return reduced
@@ -231,18 +242,19 @@ class Announcements(Agreement):
         """From then on the accumulators know which parameters have a gradient on any rank. Raises RankMismatchError if
         the sums of some ranks hold other gradients; ZcError if a rank has read a ``param.grad``, and not all had one on
         the same parameters."""
-        own_grads = self.has_grad
-        flags, grads = [*self._flags(unreduced=unreduced)[:-1], int(by_grad)], zlib.crc32(repr(own_grads).encode())
-        while not (announcement := self.announce(BOUNDARY, flags, grads)).is_same():
+        own_grads, own_flags = self.has_grad, self._flags(unreduced=unreduced)
+        own_flags[-1] = by_grad
+        grads = zlib.crc32(bytes(itertools.chain.from_iterable(own_grads)))
+        while not (announcement := self.announce(BOUNDARY, own_flags, grads)).is_same():
             pass  # another rank has more backwards to do
-        compare_pasts(self._group, announcement)
-        if not announcement.has_same_sums():
+        self._compare_pasts(announcement)
+        if not announcement.is_equal(_SUMS):
             raise_sums_differ(self._group, [sums for _, sums in sorted(self._in_sums.items())])
         self._group.record_agreement()
         flags = announcement.flags()
         buckets, is_by_grad = self._split(flags)
-        if is_by_grad and not announcement.shows_same_grads():  # on all ranks, and nothing has changed
-            raise ZcError(param_checks.grads_differ(self.plan, own_grads, self._grads_in(flags)))
+        if is_by_grad and not announcement.is_equal(_GRADS):  # on all ranks, and nothing has changed
+            raise ZcError(param_checks.grads_differ(self.plan, own_grads, self._by_bucket(flags, own_grads)))
         if is_last:
             self.token_counts.agree(announcement.totals())
         self._num_cleared = 0
@@ -251,8 +263,24 @@ class Announcements(Agreement):
         if buckets:
             self._add_to_sums(announcement)
         # the flags are those of all ranks here
-        self.has_grad, self._reduced, self._accs.touched = (self._grads_in(flags) for _ in range(3))
+        self.has_grad = self._by_bucket(flags, self.has_grad)
+        self._reduced = self._by_bucket(flags, self._reduced)
+        self._accs.touched = self._by_bucket(flags, self._accs.touched)
         return buckets, is_alone
+
+    def _compare_pasts(self, boundary: Announcement) -> None:
+        """Raises RankMismatchError on every rank if exchanges completed although ranks made different ones: one a norm,
+        another a largest value (zc/ranks/watch.py)."""
+        journal = self._group.journal
+        if journal is None:
+            return
+        if not boundary.is_equal(_PAST):
+            self._group.same_everywhere(
+                "what was exchanged since the last update",
+                journal.lines(),
+                "Let every rank make the same calls between two updates (norms, step, loading of states), in one order",
+            )
+        journal.begin_update()
 
     def pop_waits(self) -> Waits:
         waits = {kind: list(seconds) for kind, seconds in self._waits.items()}
@@ -262,7 +290,7 @@ class Announcements(Agreement):
 
     # --- one exchange ---
 
-    def announce(self, what: str, flags: Sequence[int], grads: int = 0) -> Announcement:
+    def announce(self, what: str, flags: bytearray, grads: int = 0) -> Announcement:
         """Starts the next exchange. ``grads``: a digest of the parameters that show a ``.grad``."""
         self._num_announced += 1
         self._dropped.clear()
@@ -273,29 +301,27 @@ class Announcements(Agreement):
             self.token_counts.row(),
         )  # fmt: skip
 
-    def _announce_end(self, flags: Sequence[int], *, is_boundary: bool) -> Announcement:
+    def _announce_end(self, flags: bytearray, *, is_boundary: bool) -> Announcement:
         """Outside of no_sync returns once all ranks are at the end of such a backward, or at the boundary."""
         while True:
             ended = self.announce(END if is_boundary else "end a microbatch", flags)
             if ended.is_same() or not is_boundary or ended.all_at_end():
                 return ended
 
-    def _flags(self, grads: frozenset[Where] = frozenset(), unreduced: Collection[int] = ()) -> list[int]:
+    def _flags(self, grads: Collection[Where] = (), unreduced: Collection[int] = ()) -> bytearray:
         """By parameter whether this rank has a gradient; by bucket whether it still has to reduce one; and whether a
         ``param.grad`` was read."""
         touched = self._accs.touched_flags()
-        flags = [*touched, *[0] * len(self.has_grad), 0]
-        if grads:
-            first = list(itertools.accumulate(map(len, self.has_grad), initial=0))
-            for bucket, slot in grads:
-                flags[first[bucket] + slot] = 1
+        flags = bytearray(touched + bytes(len(self.has_grad) + 1))
+        for bucket, slot in grads:
+            flags[self._first[bucket] + slot] = 1
         for bucket in unreduced:
             flags[len(touched) + bucket] = 1
         return flags
 
-    def _split(self, flags: Sequence[int]) -> tuple[list[int], bool]:
+    def _split(self, flags: bytes) -> tuple[list[int], bool]:
         """What `_flags` has behind the parameters: the buckets that some rank still has to reduce, by number, and
-        whether a ``param.grad`` was read. (`_grads_in` has the parameters.)"""
+        whether a ``param.grad`` was read. (`_by_bucket` has the parameters.)"""
         start = -1 - len(self.plan.buckets)
         return [k for k, flag in enumerate(flags[start:-1]) if flag], bool(flags[-1])
 
@@ -317,8 +343,8 @@ class Announcement:
     """
 
     def __init__(
-        self, group: Group, number: int, text: str, sums: int, grads: int, num_cleared: int, flags: Sequence[int],
-        waits: dict[str, list[float]], totals: bytes = b"",
+        self, group: Group, number: int, text: str, sums: int, grads: int, num_cleared: int, flags: bytearray,
+        waits: dict[str, list[float]], totals: bytes,
     ) -> None:  # fmt: skip
         """Starts it.
 
@@ -333,22 +359,20 @@ class Announcement:
         label = text if text == BOUNDARY else f"{num_cleared}: {text}"
         kind = {BOUNDARY: 2, END: 1}.get(text, 0)
         head = _HEAD.pack(zlib.crc32(label.encode()), past, sums, grads, num_cleared, kind)
-        self.number, self._row = number, bytearray(head + totals + bytes(flags))
+        self.number, self._row = number, bytearray(head + totals + flags)
         self._at_flags = len(head) + len(totals)
         self._kind = {BOUNDARY: "at the boundary", END: "at its end"}.get(text, "inside")
         self._waits = waits  # only the thread that issues schedules adds to it
-        # The exchange fills the rows of all ranks until `_work` is done. Then both threads read them.
-        self._rows = self._row
-        # The issuing thread and the comm stream's may both wait for it, and then set it to None.
-        self._work: Work | None = None
-        self._is_same: bool | None = None  # not known before that
-        # Reductions of this backward. The comm stream's thread counts; the issuing thread reads it after joining the
-        # streams.
+        # Not known before the answer: whether all ranks announced the same, and whether their rows are equal in all.
+        self._is_same = self._is_alike = False
+        # Reductions of this backward. The thread of the stream that starts them counts; the issuing thread reads it
+        # after joining the streams.
         self.num_started = 0
-        if group.world_size > 1:
-            self._rows = bytearray(group.world_size * len(self._row))
-            sent, received = (torch.frombuffer(buffer, dtype=torch.uint8) for buffer in (self._row, self._rows))
-            self._work = group.gather_on_host(received, sent, text)
+        # The exchange fills the rows of all ranks until `_work` is done. Then both threads read them.
+        self._rows = bytearray(group.world_size * len(self._row))
+        sent, received = (torch.frombuffer(buffer, dtype=torch.uint8) for buffer in (self._row, self._rows))
+        # The issuing thread and that of a stream may both wait for it, and then set it to None.
+        self._work: Work | None = group.gather_on_host(received, sent, text)
 
     def may_reduce(self, *, starts: bool = False) -> bool:
         """`zc.engine.operations.MayReduce`."""
@@ -362,31 +386,31 @@ class Announcement:
         if work is not None:
             started = time.monotonic()
             work.wait()
+            # one comparison where nothing differs, as in most steps; both threads come to the same result
+            self._is_alike = self._rows == self._row * (len(self._rows) // len(self._row))
+            self._is_same = self.is_equal(_WHAT)
             self._work = None
             if not threading.current_thread().name.startswith("zc "):  # a stream's
                 self._waits[self._kind].append(time.monotonic() - started)
-        if self._is_same is None:
-            self._is_same = self._is_equal(*_WHAT)
         return self._is_same
 
     def all_at_end(self) -> bool:
         """Whether every rank is at the boundary, or at the end of a backward outside of no_sync."""
         return all(self._rows[_IS_END :: len(self._row)])
 
-    def flags(self) -> list[int]:
+    def flags(self) -> bytes:
         """The largest of each flag over the ranks whose gradients will be summed with this one's.
 
         At the end of a backward a rank may have dropped gradients more or less often than this one. Then one of the two
         has yet to drop the gradients that it announces here, so such a rank's flags do not count before the boundary.
         """
         size, (start, stop) = len(self._row), _NUM_CLEARED
-        if self._is_equal(start, stop) and self._is_equal(self._at_flags, size):
-            return list(self._row[self._at_flags :])
+        if self.is_equal(_NUM_CLEARED) and self.is_equal((self._at_flags, size)):
+            return bytes(self._row[self._at_flags :])
         rows = (self._rows[at : at + size] for at in range(0, len(self._rows), size))
         counts = [row[_IS_END] == 2 or row[start:stop] == self._row[start:stop] for row in rows]
         flags = torch.frombuffer(self._rows, dtype=torch.uint8).view(-1, size)[:, self._at_flags :]
-        largest: list[int] = flags[torch.tensor(counts, device="cpu")].amax(dim=0).tolist()
-        return largest
+        return bytes(flags[torch.tensor(counts, device="cpu")].amax(dim=0).tolist())
 
     def totals(self) -> list[bytes]:
         """The totals of all ranks."""
@@ -398,33 +422,13 @@ class Announcement:
         starts = range(self._at_flags, len(self._rows), len(self._row))
         return all(0 not in self._rows[at : at + count] for at in starts)
 
-    def has_same_past(self) -> bool:
-        """Whether all ranks have had the same exchanges before this one."""
-        return self._is_equal(*_PAST)
-
-    def has_same_sums(self) -> bool:
-        """Whether the gradients that were reduced together are still in every rank's sum, or in none."""
-        return self._is_equal(*_SUMS)
-
-    def shows_same_grads(self) -> bool:
-        """Whether all ranks had a ``.grad`` on the same parameters."""
-        return self._is_equal(*_GRADS)
-
-    def _is_equal(self, start: int, stop: int) -> bool:
-        """Whether these bytes are the same in the rows of all ranks."""
-        expected, size = self._row[start:stop], len(self._row)
-        return all(self._rows[at + start : at + stop] == expected for at in range(0, len(self._rows), size))
-
-
-def compare_pasts(group: Group, boundary: Announcement) -> None:
-    """Raises RankMismatchError on every rank if exchanges completed although ranks made different ones: one a norm,
-    another a largest value (zc/ranks/watch.py)."""
-    if group.journal is None:
-        return
-    if not boundary.has_same_past():
-        advice = "Let every rank make the same calls between two updates (norms, step, loading of states), in one order"
-        group.same_everywhere("what was exchanged since the last update", group.journal.lines(), advice)
-    group.journal.begin_update()
+    def is_equal(self, part: tuple[int, int]) -> bool:
+        """Whether these bytes are the same in the rows of all ranks: `_PAST`, and so on. After `is_same`."""
+        (start, stop), size = part, len(self._row)
+        expected = self._row[start:stop]
+        return self._is_alike or all(
+            self._rows[at + start : at + stop] == expected for at in range(0, len(self._rows), size)
+        )
 
 
 def raise_sums_differ(group: Group, sums: Sequence[tuple[int, int]]) -> None:

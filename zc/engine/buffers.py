@@ -15,6 +15,8 @@ the ``zero_grad`` that sets gradients to None, the others always::
                   where ranks read each other's memory. A reduction of several hops (`zc.planning.plan`) also needs
                   two host_sum, of P / ranks per host elements each, or [S] with replicas; its scratch has room
                   for the largest hop. Ranks of one host that exchange messages sum them in flat_grad or acc
+    spill         S * acc_dtype      stage 1 alone: where the reduced gradient of a bucket is moved aside (below), from
+                  the first time on that it was
     published     S * param_dtype    only where weights travel as differences: this rank's part of flat_param after
                   the last update, to notice writes of the caller
     update        likewise: the encoded differences of the largest bucket
@@ -357,7 +359,7 @@ class Buffers:
         lasting = {
             "flat_param": self.flat_param, "weight": self.weight, "frozen": self.frozen, "master_shard": list(own),
             "published": self.published, "host": self.host, "update": self._update, "staging": self._staging,
-            "param": self._param,
+            "param": self._param, "spill": [tensor for tensor in self.spill if tensor.numel()],
         }  # fmt: skip
         measured = {kind: _nbytes(tensors) for kind, tensors in lasting.items() if tensors}
         return in_order(nbytes_of(self.plan, self.rank) | measured)
@@ -554,5 +556,6 @@ class Accumulators:
         self.num_reductions, self.nbytes_moved = Counter(), dict.fromkeys(self.nbytes_moved, 0)
         return counts
 
-    def touched_flags(self) -> list[int]:
-        return [int(flag) for flags in self.touched for flag in flags]
+    def touched_flags(self) -> bytes:
+        """One byte a parameter, in the order of the plan."""
+        return bytes(itertools.chain.from_iterable(self.touched))

@@ -11,17 +11,19 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor, fx, nn
 
+from zc.engine.agreement import Agreement
 from zc.engine.buffers import Accumulators, Buffers, Function
 from zc.engine.ledger import Ledger
 from zc.engine.operations import Operations
 from zc.engine.param_checks import Names, Unset
 from zc.engine.program import Program, Segment, build
 from zc.engine.streams import Streams
+from zc.errors import PlanError
 from zc.log import log
 from zc.passes.scheduling import scheduling
 from zc.planning.layout import Slot
@@ -31,8 +33,11 @@ from zc.ranks.routes import Routes
 
 if TYPE_CHECKING:
     from zc.config import Config
-    from zc.engine.features import Features
-    from zc.passes.base import Pass
+    from zc.engine.runtime import Runtime
+    from zc.engine.weights import Weights
+    from zc.passes.base import Pass, Pipelines
+    from zc.planning.plan import Way
+    from zc.ranks.routes import MakeRoute
     from zc.schedule.spec import Op
 
 
@@ -75,6 +80,66 @@ class AtBoundary(Protocol):
 
     def receive_all(self) -> None:
         """All ranks are there."""
+
+
+# The gradients of the parameters that this rank updates, by bucket: of optimizers that read whole ones
+GatherWhole = Callable[["Plan", "Buffers", "Group", Sequence[int]], dict[int, Tensor]]
+
+
+class Features(NamedTuple):
+    """What features decide in a model's engine, which imports none of them: `zc.compile` puts them together
+    (`zc.features`) and hands them over.
+
+    ``pipelines``: the passes. ``make_weights``: how weights reach those who read them. ``operations``: the functions
+    of kinds of nodes that only some feature's schedules have. ``gather_whole``: None if no optimizer needs it.
+    ``routes``: of the ways in which a feature makes gradients and weights travel. ``make_agreement``: how ranks come to
+    reduce the same."""
+
+    pipelines: Pipelines
+    make_weights: Callable[[Core], Weights]
+    operations: Mapping[type[Op], Function] = {}
+    gather_whole: GatherWhole | None = None
+    routes: Mapping[Way, MakeRoute] = {}
+    make_agreement: Callable[[Core], Agreement] = Agreement
+
+
+class Updater:
+    """Who updates an optimizer's masters, and how new weights reach the model. The optimizer calls it around its
+    class's step, which here updates masters on the device; gathers follow it. Another one is
+    `zc.offload.host_step.HostStep`."""
+
+    moves_slices = False  # True: slices of masters may change their place in a step
+
+    def __init__(self, runtime: Runtime) -> None:
+        self.runtime = runtime
+
+    @property
+    def programs(self) -> list[Program]:
+        """The schedules of its own that have run so far, for explain."""
+        return []
+
+    def before(self, changed: tuple[int, ...]) -> None:
+        """Called before the step of the class. ``changed``: the buckets that it will update."""
+
+    def after(self, changed: tuple[int, ...]) -> None:
+        """Called after that step. Brings the new weights to the model."""
+        self.runtime.weights.publish(changed)
+
+    def publish(self, changed: tuple[int, ...]) -> None:
+        """Brings to the model what a method of the class has written into the masters of these buckets."""
+        self.runtime.weights.publish(changed)
+
+    def publish_loaded(self, buckets: tuple[int, ...]) -> None:
+        """Brings to the model masters that were loaded, and waits, so that the caller may read the weights."""
+        self.runtime.weights.publish(buckets, is_exact=True)
+        self.runtime.weights.synchronize()
+
+    def take_loaded_state(self, buckets: Sequence[int]) -> None:
+        """Called after the optimizer's state was loaded."""
+
+    def flush(self, take_over_writes: Callable[[], None]) -> None:
+        """See `zc.flush_state`."""
+        raise PlanError("zc.flush_state is for offload='disk', and this model was compiled without")
 
 
 class Core:

@@ -19,12 +19,17 @@ import torch
 from torch.profiler import record_function
 
 from zc import torch_private
-from zc.machine import allocated_nbytes, num_page_faults, resident_nbytes
+from zc.machine import allocated_nbytes, resident_nbytes
 from zc.planning.plan import Bucket
 from zc.ranks.exchanges import WaitForRank, noting_waits
 
 if TYPE_CHECKING:
     from zc.engine.program import Program
+
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None  # type: ignore[assignment]
 
 
 Where = tuple[int, int]  # bucket, slot
@@ -46,6 +51,12 @@ class Step:
     exposed_s: float | None = None
     waits: Waits = field(default_factory=dict)
     num_page_faults: int | None = None
+
+
+def num_page_faults() -> int | None:
+    """Minor page faults of this process since it began, also on pages that malloc had returned to the system before;
+    None if the system does not count them."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt if resource is not None else None
 
 
 class Ledger:

@@ -1,5 +1,5 @@
 """The function of each kind of node, in one table. `zc.schedule.spec` says what the kinds mean. A feature with kinds of
-its own brings their functions (`zc.engine.features`).
+its own brings their functions (`zc.engine.core.Features`).
 
 Each function runs on the stream of its node, in the order of the schedule, which alone decides what runs when.
 ``accs`` is this rank's state, ``bucket`` a number, and ``record`` the plan's `Bucket` of that number.
@@ -158,16 +158,16 @@ def _sum_into(accs: Accumulators, bucket: int, dst: str, hop: int) -> Sum:
     that was there has been sent. Others leave the sum of some ranks' gradients at the start of ``dst``, in float16
     their mean."""
     plan, record = accs.plan, accs.plan.buckets[bucket]
-    scale = plan.hops[hop].scale
-    if hop < len(plan.hops) - 1:
-        return Sum(accs.buffers.inner_sum(dst, record, hop), scale)
+    this = plan.hops[hop]
+    if not this.is_last:
+        return Sum(accs.buffers.inner_sum(dst, record, hop), this.scale)
     out = accs.buffers.shard(accs.buffers.named(dst, record), record)
-    return Sum(out, scale, plan.placement.shards_gradients and accs.state[bucket] is not Acc.EMPTY)
+    return Sum(out, this.scale, plan.placement.shards_gradients and accs.state[bucket] is not Acc.EMPTY)
 
 
 def _end_hop(accs: Accumulators, bucket: int, total: Sum, hop: int) -> None:
     """After the last hop this rank's shard of the accumulator has the mean over ranks, and what was moved aside."""
-    if hop < len(accs.plan.hops) - 1:
+    if not accs.plan.hops[hop].is_last:
         return
     accs.landed[bucket] = False
     if bucket in accs.spilled:

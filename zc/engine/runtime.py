@@ -28,7 +28,7 @@ from torch.utils.hooks import RemovableHandle
 from zc import torch_private
 from zc.engine import param_checks
 from zc.engine.buffers import Acc, Buffers
-from zc.engine.core import AtBoundary, Core, Listener, weakly
+from zc.engine.core import AtBoundary, Core, Features, Listener, weakly
 from zc.engine.deposits import Deposits
 from zc.engine.ledger import Where
 from zc.engine.program import Program
@@ -40,7 +40,6 @@ from zc.ranks.group import Group
 
 if TYPE_CHECKING:
     from zc.config import Config
-    from zc.engine.features import Features
     from zc.engine.param_checks import BlockPlaces
     from zc.ranks.journal import Journal
 
@@ -86,7 +85,7 @@ class Runtime(Core):
     ) -> None:
         super().__init__(config, buffers, group, streams, params, features)
         self.accumulators.on_deposit = self._deposit
-        self.agreement = features.make_agreement(self.accumulators, group)
+        self.agreement = features.make_agreement(self)
         on_device = any(bucket.device.type != "cpu" for bucket in self.plan.buckets)
         self.backwards = Backwards(weakly(self._drop_failed), drops_late=on_device)
         self._begin_outer = weakly(self.begin_backward)  # of a backward around the one that brings the first gradient

@@ -42,7 +42,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from zc.engine.buffers import Function
-from zc.engine.features import Updater
+from zc.engine.core import Updater
 from zc.engine.program import Program
 from zc.machine import is_cuda, num_threads
 from zc.planning.plan import Plan

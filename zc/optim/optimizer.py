@@ -49,7 +49,7 @@ from zc.planning.layout import Rule, Slot
 from zc.planning.plan import Bucket
 
 if TYPE_CHECKING:
-    from zc.engine.features import Updater
+    from zc.engine.core import Updater
     from zc.engine.runtime import Runtime
 
     MakeUpdater = Callable[["ShardedOptimizer"], Updater]

@@ -13,13 +13,13 @@ from typing import NamedTuple
 
 import torch
 
-from zc.planning.plan import NUM_HOST_SUMS, Bucket, Encoding, Plan, Way
+from zc.planning.plan import NUM_HOST_SUMS, Bucket, Encoding, Plan
 from zc.planning.traits import num_states
 
 # In the order of reports; the optimizer's state is its own, and only estimates have it
 KINDS = (
     "flat_param", "master_shard", "acc", "flat_grad", "scratch", "optimizer_state", "weight", "arena", "frozen",
-    "host_sum", "update", "published", "whole_grad", "staging", "host", "param",
+    "host_sum", "sum", "spill", "update", "published", "whole_grad", "staging", "host", "param",
 )  # fmt: skip
 ON_DEVICE, ON_HOST = KINDS[:5], ("master_shard", "host", "param")  # reports have these, also where they have 0 bytes
 
@@ -36,6 +36,7 @@ class Lifetime(enum.Enum):
     PLAN = "as long as the plan"
     GRADIENTS = "from a backward to the zero_grad that sets gradients to None"
     UPDATE = "during an update"
+    REDUCTION = "while a route sums"
     READS = "while a forward or backward reads gathered weights"
 
 
@@ -105,6 +106,8 @@ def shared(plan: Plan, rank: int | None) -> list[Room]:
     rooms = [Room("scratch", 1, max(map(plan.nbytes_scratch, buckets)), Lifetime.GRADIENTS)]
     host_sum = max(plan.numel_host_sum(b) * b.net_dtype.itemsize for b in buckets)
     rooms.append(Room("host_sum", NUM_HOST_SUMS, host_sum, Lifetime.GRADIENTS))
+    sums = [hop.nbytes_sum(bucket) for hop in plan.hops for bucket in buckets]
+    rooms.append(Room("sum", 1, max(sums, default=0), Lifetime.REDUCTION))  # one: these hops follow each other on comm
     if plan.placement.shards_gradients:
         largest = max(b.numel * b.reduce_dtype.itemsize for b in buckets)
         rooms.append(Room("flat_grad", min(plan.num_buffers, len(buckets)), largest, Lifetime.GRADIENTS))
@@ -231,16 +234,13 @@ def sent(plan: Plan, microbatches: int) -> dict[str, int]:
     Gradients and weights of whole parameters travel to their owners and back.
     """
     num = microbatches if plan.placement.shards_gradients else 1
-    others, encoding = plan.world_size - 1, plan.reduce_encoding
-    as_they_are = [hop for hop in plan.hops if hop.way is not Way.ENCODED]
-    reduced = sum(hop.nbytes_sent(plan, b) for hop in as_they_are for b in plan.buckets)
-    if encoding is not None:
-        reduced += sum(most_encoded(plan, b, encoding)[0] for b in plan.buckets)
+    others, count = plan.world_size - 1, plan.topology.num_across
+    reduced = sum(hop.nbytes_sent(plan, b) for hop in plan.hops for b in plan.buckets)
     whole, gathered = plan.sharded, others * in_shards(_after_update(plan), "param_dtype")
     encoded = 0
     if plan.gather_encoding is not None:
-        encoded = (plan.world_size - plan.topology.num_across) * in_shards(plan.buckets, "param_dtype")
-        encoded += sum(most_encoded(plan, b, plan.gather_encoding)[1] for b in plan.buckets)
+        encoded = (plan.world_size - count) * in_shards(plan.buckets, "param_dtype")
+        encoded += sum((count - 1) * max(plan.gather_encoding.row_nbytes(b.layout)) for b in plan.buckets)
         whole = tuple(b for b in whole if not plan.encodes_weights(b))
         gathered = 0
     # an upper bound for buckets that are gathered while they are read: some stay until the backward
@@ -264,21 +264,15 @@ def _after_update(plan: Plan) -> list[Bucket]:
     return [bucket for bucket in plan.buckets if not plan.is_sharded(bucket)]
 
 
-def most_encoded(plan: Plan, bucket: Bucket, encoding: Encoding) -> tuple[int, int]:
-    """The most bytes of encoded rows that any rank sends: of rows for the others, and of its own row to all."""
-    count, rows = plan.topology.num_across, encoding.row_nbytes(bucket.layout)
-    together = [rows[first : first + count] for first in range(0, len(rows), count)]
-    return max(sum(group) - min(group) for group in together), (count - 1) * max(rows)
-
-
 def sent_between_hosts(plan: Plan, microbatches: int, ranks_per_host: int) -> dict[str, int]:
     """Bytes that leave a host in a step, from all its ranks, without the exchanges of whole parameters' owners. Two
     levels send the least possible, 2 (H - 1) / H of the model with one backward; one level sends L times that."""
     num = microbatches if plan.placement.shards_gradients else 1
     others, copies = _pairs_between_hosts(plan, ranks_per_host)
+    wire = "reduce_dtype"
     if plan.topology.has_levels:
-        others = ranks_per_host * (plan.topology.num_hosts - 1)
-    reduced = others * in_shards(plan.buckets, "net_dtype" if plan.topology.has_levels else "reduce_dtype")
+        others, wire = ranks_per_host * (plan.topology.num_hosts - 1), "net_dtype"
+    reduced = others * in_shards(plan.buckets, wire)
     if copies:
         to_replicas = sum(plan.hops[-1].nbytes_sent(plan, b) for b in plan.buckets)
         reduced += copies * to_replicas // (plan.num_replicas - 1)

@@ -483,6 +483,11 @@ class Hop:
     number: int = 0
     scale: float = 1.0
 
+    @cached_property
+    def is_last(self) -> bool:
+        """Of a reduction's hops: it brings the mean over all ranks into an accumulator."""
+        return self.into is Into.ACCUMULATOR
+
     @property
     def is_direct(self) -> bool:
         """Whether a reduction brings the sum as it reads what is summed, in one node. Otherwise what ranks have sent
@@ -502,12 +507,11 @@ class Hop:
         return self.numel_sent(bucket) // (1 if self.way is Way.REPLICAS else self.num_ranks)
 
     def nbytes_sent(self, plan: Plan, bucket: Bucket) -> int:
-        """Bytes that a rank sends to others in a reduction of this bucket."""
+        """The most bytes that any rank sends to others in a reduction of this bucket."""
         width = self.dtype(bucket).itemsize + (bucket.acc_dtype.itemsize if self.way is Way.REPLICAS else 0)
-        nbytes = self.numel_sent(bucket) * width
         if self.way is Way.ENCODED:
-            nbytes = largest(plan, bucket, plan.reduce_encoding)[0]
-        return nbytes * (self.num_ranks - 1) // self.num_ranks
+            return max(sum(rows) - min(rows) for rows in encoded_rows(plan, bucket, plan.reduce_encoding))
+        return self.numel_sent(bucket) * width * (self.num_ranks - 1) // self.num_ranks
 
     def nbytes_scratch(self, plan: Plan, bucket: Bucket) -> int:
         """Bytes of the scratch buffer for a reduction of this bucket."""
@@ -520,15 +524,30 @@ class Hop:
         numel = self.numel_sent(bucket) if plan.reduce == "exact" else bucket.layout.numel_shard
         return numel * self.dtype(bucket).itemsize
 
+    def nbytes_sum(self, bucket: Bucket) -> int:
+        """Bytes that a route makes for as long as it sums: between replicas, the piece that a rank sums for all; else
+        the sum in the accumulator's dtype, where it travels on in a narrower one. (Ranks that read each other's memory
+        sum in pieces of a megabyte, which do not count.)"""
+        if self.way is Way.REPLICAS:
+            return self.numel_sent(bucket) // self.num_ranks * bucket.acc_dtype.itemsize
+        is_narrow = not self.is_last and bucket.net_dtype != bucket.acc_dtype
+        return self.numel_sum(bucket) * bucket.acc_dtype.itemsize if is_narrow and not self.is_direct else 0
+
 
 def largest(plan: Plan, bucket: Bucket, encoding: Encoding | None) -> tuple[int, int]:
     """The most encoded bytes of any rank: of one row for each rank that it exchanges rows with, and of as many rows of
     its own shard. 0 without ``encoding``."""
     if encoding is None:
         return 0, 0
+    together = encoded_rows(plan, bucket, encoding)
+    return max(map(sum, together)), max(map(max, together)) * plan.topology.num_across
+
+
+def encoded_rows(plan: Plan, bucket: Bucket, encoding: Encoding | None) -> list[tuple[int, ...]]:
+    """Bytes of each shard's encoded row: of those shards together whose ranks exchange rows with each other."""
+    assert encoding is not None, "the plan says that this travels encoded"
     count, nbytes = plan.topology.num_across, encoding.row_nbytes(bucket.layout)
-    together = [sum(nbytes[first : first + count]) for first in range(0, plan.world_size, count)]
-    return max(together), max(nbytes) * count
+    return [nbytes[first : first + count] for first in range(0, plan.world_size, count)]
 
 
 def hops_to_reduce(plan: Plan) -> tuple[Hop, ...]:

@@ -206,7 +206,7 @@ class Reduction(Move, role=Role.REDUCTION):
 
     def brings_mean(self, plan: Plan) -> bool:
         """Whether it brings a bucket's mean over all ranks into an accumulator: the last node of a reduction."""
-        return self.hop == len(plan.hops) - 1 and self.dst.kind != "scratch"
+        return self.hop < len(plan.hops) and plan.hops[self.hop].is_last and self.dst.kind != "scratch"
 
 
 class Reduce(Reduction, reads=("src", "dst")):
