@@ -169,17 +169,18 @@ def test_a_plain_trainer_s_checkpoint_is_taken_up(tmp_path: Path) -> None:
 
 
 def _twice(rank: int, world_size: int, folder: str, is_zc: bool) -> dict[str, Tensor]:
-    """train() called a second time goes on with the optimizer's state."""
+    """train() called a second time goes on with the optimizer's state; another Trainer begins with a new one."""
     with torchrun(rank, world_size):
         arguments = _arguments(folder, **PLAIN)
         model, data = _model(), Tokens(48)
-        trainer: Any
-        if is_zc:
-            trainer = ZcTrainer(model, arguments, train_dataset=data, zc_options={"backend": "eager"})
-        else:
-            trainer = Trainer(model, arguments, train_dataset=data)
-        trainer.train()
-        trainer.train()
+        for num_calls in (2, 1):
+            trainer: Any
+            if is_zc:
+                trainer = ZcTrainer(model, arguments, train_dataset=data, zc_options={"backend": "eager"})
+            else:
+                trainer = Trainer(model, arguments, train_dataset=data)
+            for _ in range(num_calls):
+                trainer.train()
         return whole(model)
 
 

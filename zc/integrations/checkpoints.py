@@ -107,8 +107,9 @@ class StatePointer:
         if loaded != state[_KEY]:
             raise CheckpointError(
                 f"the optimizer's state is in the folder {state[_KEY]} beside the file that was loaded, and "
-                f"{'nothing' if loaded is None else f'the folder {loaded}'} was read: call zc.load(folder, model, "
-                "optimizer) with that folder's newest number, or let the framework load the whole checkpoint"
+                f"{'no such folder' if loaded is None else f'the folder {loaded}'} was read; the model may have its "
+                "weights already. Copy the whole checkpoint with that folder, and prepare models in the order of the "
+                "save; or call zc.load(folder, model, optimizer) with the newest number in it"
             )
 
 

@@ -15,6 +15,7 @@ A checkpoint has zc's own in its folder ``zc``; one that a plain Trainer wrote c
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -38,6 +39,8 @@ _SEAMS = {
     "_load_best_model": "loads weights into the shards of stage 3",
     "_load_from_checkpoint": "loads weights into the shards of stage 3",
 }
+
+_TRAINED: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # what some Trainer of this process has compiled
 
 
 class ZcMixin:
@@ -70,9 +73,12 @@ class ZcMixin:
         super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
         if self._zc_model is not None:
             close(self._zc_model)  # of a trial before this one (model_init)
+        if trainer.model in _TRAINED:
+            close(trainer.model)  # by another Trainer before this one
         plain = trainer.optimizer
         _, trainer.optimizer = _prepare(trainer.accelerator, trainer.model, plain, **self.zc_options)
         self._zc_model = trainer.model
+        _TRAINED.add(trainer.model)
         return trainer.optimizer
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
