@@ -57,6 +57,9 @@ def main() -> int:
         from zc.diverged import command
 
         return command.run(sys.argv[2:])
+    if sys.argv[1:]:
+        print(f"python -m zc has no command {sys.argv[1]!r}: check and diff are two, and alone it prints versions")
+        return 2
     for name, value in report().items():
         print(f"{name:>12}  {value}")
     return 0

@@ -117,6 +117,14 @@ def decay_twice(rank: int) -> Arguments:
     return healthy(rank, update=update)
 
 
+def no_training(rank: int) -> Arguments:
+    def update(model: nn.Module, optimizer: Any) -> None:
+        optimizer.zero_grad()
+        optimizer.step()
+
+    return healthy(rank, update=update)
+
+
 class Words(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -174,6 +182,7 @@ PROGRAMS: dict[str, Callable[[int], Arguments]] = {
     "detached": detached,
     "gather-without-gradient": gather_without_gradient,
     "decay-twice": decay_twice,
+    "no-training": no_training,
     "mean-of-means": mean_of_means,
     "buffer-by-rank": buffer_by_rank,
     "not-finite": not_finite,

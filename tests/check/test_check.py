@@ -27,8 +27,10 @@ from harness import run_ranks
 from models import mean_square, vectors
 from torch import Tensor, nn
 from torch.distributed.nn.functional import all_gather
+from torch.optim import SGD
 
 import zc
+from zc import __main__
 from zc.checking import command
 from zc.checking.check import Progress, needs_of
 from zc.checking.loop import Loop, steps_of
@@ -167,6 +169,12 @@ def test_a_sample_of_the_fuzzers_programs_has_no_fault() -> None:
     seeds = [NARROW, *(seed for seed in drawn if healthy.draw(seed).world_size == 2)][:SAMPLE]
     outcomes = run_ranks(healthy.run, 2, seeds, timeout=300.0)[0]
     assert {seed: codes for seed, (codes, *_) in outcomes.items()} == {seed: [] for seed in seeds}, outcomes
+
+
+def test_an_lr_of_zero_is_a_note() -> None:
+    model = planted.Net()
+    report = zc.check(**planted.healthy(0, model, optimizer=SGD(model.parameters(), lr=0.0), backend="eager"))
+    assert report.is_fine and [note.code for note in report.notes] == ["lr-zero"]
 
 
 def test_one_device_is_checked_without_ranks() -> None:
@@ -378,12 +386,20 @@ def fine():
 
 def faulty():
     return planted.same_data(dist.get_rank())
+
+def broken():
+    def step(model, batch):
+        raise KeyError("no such column")
+    return planted.healthy(dist.get_rank(), step=step)
+
+def short():
+    return fine()[:3]
 """
 
 
 def _commands(rank: int, world_size: int, script: str) -> list[tuple[int, str]]:
     said = []
-    for name in ("fine", "faulty", "lacking"):
+    for name in ("fine", "faulty", "lacking", "broken", "short"):
         printed = io.StringIO()
         arguments = [f"{script}:{name}", "--ranks", "1", "--updates", "1", "--backend", "eager"]
         with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
@@ -396,11 +412,18 @@ def test_the_command_says_what_it_found_by_its_status(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(path=sys.path))
     first, second = run_ranks(_commands, 2, str(script))
-    assert [status for status, _ in first] == [status for status, _ in second] == [0, 1, 2]
+    assert [status for status, _ in first] == [status for status, _ in second] == [0, 1, 2, 2, 2]
+    assert "KeyError: 'no such column'" in first[3][1] and "returned 3 things" in first[4][1]
     assert "no fault found" in first[0][1] and "FAULT same-data" in first[1][1] and "has no function" in first[2][1]
     data = json.loads((tmp_path / "script-faulty.json").read_text())
     assert not data["is_fine"] and data["findings"][0]["code"] == "same-data" and data["ranks"] == 2
     assert data["worst"]["eager"]["gradient"]["num_compared"] == 4
+
+
+def test_an_unknown_command_is_an_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["zc", "dif", "folder"])
+    assert __main__.main() == 2
+    assert "no command 'dif'" in capsys.readouterr().out
 
 
 def test_the_command_starts_ranks_by_itself() -> None:

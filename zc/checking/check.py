@@ -37,7 +37,7 @@ from zc.ranks.group import Group, ranks_of
 from zc.registry import COMPILED
 
 WITHOUT_REFERENCE = ("rank-dependent", "not-finite", "other-optimizer")
-NOTES = ("not-joined", "sum-of-losses", "own-buffers", "not-compared")
+NOTES = ("not-joined", "sum-of-losses", "own-buffers", "not-compared", "lr-zero")
 
 
 def check(
@@ -230,7 +230,7 @@ def _look_and_run(
     progress.begin("the same, off by one rounding")
     samples = (Reference(loop, noise=1 + k) for k in range(NUM_SAMPLES))
     allowed = Allowed.around(trace, (sample.run(progress.advance) for sample in samples))
-    found += looks.of_numbers(trace) + looks.of_buffers(loop, trace[-1])
+    found += looks.of_numbers(trace) + looks.of_buffers(loop, trace[-1]) + looks.of_updates(loop, trace)
     if (cause := causes.of_own_update(first)) is not None:
         found.append(Finding(cause.code, cause.text, rank))
     found += looks.of_detached(loop, scratch, trace)

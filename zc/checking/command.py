@@ -15,6 +15,7 @@ import runpy
 import subprocess
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,9 @@ def run(arguments: Sequence[str]) -> int:
         except (ZcError, TypeError) as error:
             print(f"zc.check refused: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
             status = REFUSED
+        except Exception:  # noqa: BLE001  (the program's own: Python would end with the status of faults)
+            traceback.print_exc()
+            status = REFUSED
     if args.status_file is None:
         return status
     if is_first:
@@ -93,6 +97,9 @@ def _process_group() -> Iterator[None]:
 
 def _check(args: argparse.Namespace, *, is_first: bool) -> int:
     made = _function(args.target)()
+    if not isinstance(made, dict) and len(made) != len(NAMES):
+        what = f"{', '.join(NAMES)}, or a dict of arguments"
+        raise PlanError(f"{args.target} returned {len(made)} things: let it return {what}")
     given = made if isinstance(made, dict) else dict(zip(NAMES, made, strict=True))
     own = {"updates": args.updates, "microbatches": args.microbatches, "progress": True}
     options = {name: value for name, value in (("stage", args.stage), ("backend", args.backend)) if value is not None}

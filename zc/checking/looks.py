@@ -18,6 +18,7 @@ from zc.checking.reference import Grads, add_gradients, write_buffers
 from zc.checking.report import Finding
 from zc.checking.values import Randomness, digest, drawn, joined, leaves, map_tensors
 from zc.errors import PlanError, some
+from zc.optim.assignment import given_in
 
 
 @dataclass
@@ -197,6 +198,22 @@ def of_detached(loop: Loop, scratch: Scratch, trace: Sequence[Moment]) -> list[F
         "rank: look for detach(), .data, .item(), no_grad() or a rounding between it and the loss"
     )
     return [Finding("detached", text, loop.rank)]
+
+
+def of_updates(loop: Loop, trace: Sequence[Moment]) -> list[Finding]:
+    """Whether some update has moved some weight of the reference, where a gradient is not zero."""
+    gradients = [value for moment in trace for _, value in moment.of("gradient") if value is not None]
+    weights = [value for moment in trace for _, value in moment.of("weight")]
+    if not any(bool(grad.any()) for grad in gradients) or any(bool(weight.any()) for weight in weights):
+        return []
+    updates = "in 1 update" if len(trace) == 1 else f"in {len(trace)} updates"
+    if all(group["lr"] == 0 for one in given_in(loop.optimizer) for group in one.param_groups if "lr" in group):
+        return [Finding("lr-zero", f"no weight moves {updates}: lr is 0 in all groups of the optimizer", loop.rank)]
+    text = (
+        f"gradients are not zero, and no weight moves {updates}, in plain PyTorch already: look for an update without "
+        "optimizer.step(), for zero_grad() before it, and for an optimizer of other parameters"
+    )
+    return [Finding("no-training", text, loop.rank)]
 
 
 def of_mean(loop: Loop, scratch: Scratch, allowed: Allowed) -> list[Finding]:
