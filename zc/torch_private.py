@@ -13,6 +13,7 @@ import functools
 import inspect
 import itertools
 import os
+import sys
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -133,16 +134,52 @@ def needed_by_autograd(params: Mapping[str, torch.nn.Parameter]) -> frozenset[st
     """The parameters whose gradients the running backward must return as PyTorch has them: a hook waits for one, or it
     is not added to ``param.grad``, under torch.autograd.grad and where ``backward(inputs=...)`` leaves it out.
 
+    A hook on the node that adds to ``param.grad`` lives as long as somebody holds that node, and one who does holds its
+    Python object: a node that this function alone holds is not asked.
+
     (``torch._C._will_engine_execute_node``, since 2.1; ``Tensor._backward_hooks``, a dict or None, since 0.4; the node
-    of ``Function.apply`` lists its inputs' nodes in order.)
+    of ``Function.apply`` lists its inputs' nodes in order; ``RemovableHandle.hooks_dict_ref``, since 0.4.)
     """
     trainable = {name: p for name, p in params.items() if p.requires_grad}  # not frozen since the forward
-    with torch.enable_grad(), without_torch_function():  # parameters may be absent (stage 3)
-        edges: Any = _Edges.apply(*trainable.values()) if trainable else None  # type: ignore[attr-defined, no-untyped-call, unused-ignore]
-    nodes = [node for node, _ in edges.grad_fn.next_functions] if trainable else []
+    nodes = _nodes_of(trainable.values())
     run = zip(trainable.items(), _which_run(nodes), strict=True)
     free = {name for (name, param), runs in run if runs and not param._backward_hooks}
+    counts = list(map(sys.getrefcount, nodes))  # two loops in C, as each backward asks for all parameters
+    if counts.count(_count_alone()) < len(counts):
+        held = zip(trainable, nodes, counts, strict=True)
+        free -= {name for name, node, count in held if count > _count_alone() and _has_hooks(node)}
     return frozenset(params.keys() - free)
+
+
+def _nodes_of(params: Collection[torch.Tensor]) -> list[Any]:
+    """The nodes that add to the ``.grad`` of these parameters."""
+    if not params:
+        return []
+    with torch.enable_grad(), without_torch_function():  # parameters may be absent (stage 3)
+        edges: Any = _Edges.apply(*params)  # type: ignore[attr-defined, no-untyped-call, unused-ignore]
+    return [node for node, _ in edges.grad_fn.next_functions]
+
+
+@functools.cache
+def _count_alone() -> int:
+    """The reference count of a node that a list and a graph alone hold. (A graph counts as one, in 2.13.)"""
+    param = torch.zeros(1, requires_grad=True)
+    with torch.enable_grad():
+        graph = param * 1
+    count = next(map(sys.getrefcount, _nodes_of([param])))
+    del graph  # until here it lives
+    return count
+
+
+def _has_hooks(node: Any) -> bool:
+    """Whether hooks are registered on a node of the graph. A new handle knows the dict of them all."""
+    for register in (node.register_hook, node.register_prehook):
+        handle = register(lambda *_: None)
+        hooks = handle.hooks_dict_ref()
+        handle.remove()
+        if hooks:
+            return True
+    return False
 
 
 def _which_run(nodes: Sequence[Any]) -> list[bool]:

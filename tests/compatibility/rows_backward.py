@@ -142,11 +142,15 @@ def multi_grad_hook(s: Script) -> None:
 
 @row(2, "a hook on the AccumulateGrad node of a parameter")
 def accumulate_node_hook(s: Script) -> None:
-    calls = []
+    """As apex and Megatron register theirs. The hook gets this rank's gradient."""
+    seen: list[Tensor] = []
     node = torch.autograd.graph.get_gradient_edge(s.model[0].weight).node
-    node.register_hook(lambda *_: calls.append(1))
-    plain(s)
-    s.note("calls", len(calls))
+    node.register_hook(lambda _, grads: seen.append(grads[0].clone()))
+    for step in range(STEPS):
+        s.loss(step).backward()
+        s.note(f"hooked {step}", seen[-1])
+        s.update()
+    s.note("calls", len(seen))
 
 
 @row(2, "the gradient of an activation (retain_grad)")

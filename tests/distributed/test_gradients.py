@@ -185,3 +185,29 @@ def test_nn_module_is_all_that_is_needed() -> None:
     assert type(model) is kind and list(model.state_dict()) == keys
     assert all(isinstance(p, nn.Parameter) and p.is_leaf and p.requires_grad for p in model.parameters())
     assert model.head.weight is model.embed.weight, "tied weights stay one object (megatron-lm#656)"
+
+
+def test_a_hook_on_the_node_that_adds_to_grad_sees_the_gradient() -> None:
+    """As apex and Megatron register theirs, here before zc.compile, between two steps, and of a node that goes on
+    without its hook. A compiled graph gave them None."""
+    case = CASES["mlp"]
+    model, twin = case.model(), case.model()
+    params, of_twin = list(model.parameters()), list(twin.parameters())
+    nodes = [p.expand_as(p).grad_fn.next_functions[0][0] for p in params]  # type: ignore[union-attr]
+    seen: list[Tensor] = []
+
+    def hook(_: Any, grads: Any) -> None:
+        seen.append(grads[0].clone())
+
+    handle = nodes[0].register_hook(hook)
+    zc.compile(model, adamw(model), stage=2, backend="aot_eager")
+    for step in range(4):
+        if step == 2:
+            handle.remove()
+            nodes[1].register_hook(hook)
+        for net in (model, twin):
+            case.loss(net, case.batch(0, step, 0)).backward()
+        torch.testing.assert_close(seen[step], of_twin[step // 2].grad)
+        model.zero_grad()
+        twin.zero_grad()
+    assert len(seen) == 4

@@ -182,6 +182,13 @@ def test_what_autograd_must_see() -> None:
     assert in_backward(kept, a, b) == {"a"}
     handle.remove()
     assert in_backward(kept, a, b) == frozenset()
+    node = torch.autograd.graph.get_gradient_edge(b).node
+    assert in_backward(kept, a, b) == frozenset(), "a node without hooks"
+    for register in (node.register_hook, node.register_prehook):
+        handle = register(lambda *_: None)
+        assert in_backward(kept, a, b) == {"b"}
+        handle.remove()
+        assert in_backward(kept, a, b) == frozenset()
 
 
 @contract("compiled_autograd_is_on", "torch._dynamo.compiled_autograd's flags")

@@ -18,6 +18,7 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from operator import eq, is_
@@ -43,6 +44,7 @@ from zc.optim.trials import (
     keeps_state_by_parameter,
     needs_a_gradient,
     num_closure_calls,
+    steps_of,
     takes_empty_groups,
 )
 from zc.planning.layout import Rule, Slot
@@ -53,6 +55,9 @@ if TYPE_CHECKING:
     from zc.engine.runtime import Runtime
 
     MakeUpdater = Callable[["ShardedOptimizer"], Updater]
+
+
+_MOST_SENT = 64  # elements of a tensor among the options of a group
 
 
 class ShardedOptimizer:
@@ -95,6 +100,7 @@ class ShardedOptimizer:
         self.state = StateView(self)
         vars(optimizer)["state"] = self.state
         self._num_tried = 0  # groups
+        self._options = set[str]()  # of a group, those that methods of an unknown class set
         # False: its state loads only where the same parameters are updated together (zc/checkpoint/other_state.py)
         self.has_state_by_parameter = True
         self.methods: list[str] = []  # of the class, that run on slices when the caller calls them
@@ -176,6 +182,21 @@ class ShardedOptimizer:
             self._needs_a_gradient = True
         if edits_data(self.local, groups, device):
             self._edits_data = True
+        if ranks.world_size > 1:
+            steps, name = steps_of(self.local, groups, device), type(self.optimizer).__name__
+            self._options |= steps.options
+            if steps.draws:
+                self.runtime.say_once(
+                    f"{name} draws random numbers in its step, and each rank draws them for the parameters that it "
+                    "updates: they are others than in one process, equal on ranks with one seed, and ranks' generators "
+                    "differ afterwards. Seed each rank differently, and draw what ranks must share (a mask) from a "
+                    "torch.Generator of its own"
+                )
+            if steps.returns_own:
+                self.runtime.say_once(
+                    f"{name}.step() returns a number that it makes of gradients or weights: on each rank it is of the "
+                    "parameters that this rank updates. Compute it in the loop, from param.grad, which all ranks share"
+                )
 
     def _make_slice(self, name: str, bucket: Bucket, slot: Slot, is_empty: bool = False) -> None:
         rank, buffers = self.runtime.group.shard.rank, self.runtime.buffers
@@ -336,15 +357,54 @@ class ShardedOptimizer:
         for own, group in zip(self._groups, self.optimizer.param_groups, strict=False):
             if "param_names" in group:
                 own["param_names"] = group["param_names"]
-        self._take_options()
+        self._options |= self._take_options()
         self.state.refresh()
 
-    def _take_options(self) -> None:
-        """Gives the caller's groups the options that a method of the class has set in its own view of them."""
+    def _take_options(self) -> set[str]:
+        """Gives the caller's groups the options that a method of the class has set in its own view of them. Returns
+        their names."""
+        names = set[str]()
         for own, group in zip(self.local.param_groups, self.optimizer.param_groups, strict=False):
             for key, value in own.items():
                 if key != "params" and (key not in group or group[key] is not value):
                     group[key] = value
+                    names.add(key)
+        return names
+
+    def _own_options(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        """The options of a group that methods of the class set, and that can be sent."""
+        return {key: group[key] for key in sorted(self._options) if key in group and _is_plain(group[key])}
+
+    def _digests(self) -> list[int]:
+        """Of each group, two numbers whose largest over the ranks add up to 0 if all have the same `_own_options`."""
+        digests = [zlib.crc32(repr(_without_tensors(self._own_options(group))).encode()) for group in self._groups]
+        return [number for digest in digests for number in (digest, -digest)]
+
+    def _share_options(self, numbers: Sequence[int], changed: Sequence[int]) -> None:
+        """Makes options that differ between ranks those of the first rank that has updated something of the group; of
+        the first that owns some of it, if none has. ``numbers``: the largest `_digests`."""
+        differing = [k for k in range(len(self._groups)) if numbers[2 * k] + numbers[2 * k + 1]]
+        if not differing:
+            return
+        updated = {name for name, _ in self._touched_in(changed)}
+        rows: list[tuple[int, dict[str, Any]]] = []
+        for k in differing:
+            members = [self._names.get(id(p), "") for p in self.optimizer.param_groups[k]["params"]]
+            own = [name for name in members if name in self.slices and self.slices[name].numel()]
+            rows.append((2 if updated.intersection(own) else int(bool(own)), self._own_options(self._groups[k])))
+        name = type(self.optimizer).__name__
+        of_ranks = self.runtime.group.gather_objects(rows, f"the options that {name} has set")
+        for n, k in enumerate(differing):
+            most, options = max((each[n] for each in of_ranks), key=lambda row: row[0])  # the first of several
+            others = [row[1] for row in (each[n] for each in of_ranks) if row[0] == most > 0]
+            for key in (key for key in options if any(_differ(options[key], other.get(key)) for other in others)):
+                self.runtime.say_once(
+                    f"{name} sets {key!r} of parameter group {k} to something else on each rank, from the parameters "
+                    "that it updates: all ranks take that of the first one"
+                )
+            self._options |= options.keys()
+            for group in (self._groups[k], self.optimizer.param_groups[k]):
+                group.update(options)
 
     def name_of(self, key: Any) -> str | None:
         """The name of a parameter that is in one of its buckets; None for any other key of a state."""
@@ -482,8 +542,10 @@ class ShardedOptimizer:
         self.runtime.after_update(self.number)
         self.runtime.weights.watch()
         if not self._is_known:
-            text = f"the end of {type(self.optimizer).__name__}.step()"
-            self._clear(changed, self.runtime.group.max_on_host(cleared, text))
+            text, digests = f"the end of {type(self.optimizer).__name__}.step()", self._digests()
+            numbers = self.runtime.group.max_on_host([*digests, *cleared], text)
+            self._share_options(numbers, changed)
+            self._clear(changed, numbers[len(digests) :])
 
     def run_on_slices(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs another method of the class, all ranks the same, and publishes the weights that it has changed."""
@@ -508,6 +570,7 @@ class ShardedOptimizer:
             self._leave()
             self._check_places(f"in {name}()")
             flags = [int(not torch.equal(before[index], master)) for index, master in masters.items()]
+            flags += self._digests()
             flags = runtime.group.max_on_host([*flags, *cleared], f"the end of {cls.__name__}.{name}()")
             changed = tuple(index for index, is_changed in zip(masters, flags, strict=False) if is_changed)
             self.updater.publish(changed)
@@ -515,7 +578,8 @@ class ShardedOptimizer:
             runtime.weights.watch()
             if reads_grads:
                 self.grad_shards.drop_norms()
-            self._clear(with_grads, flags[len(masters) :])
+            self._share_options(flags[len(masters) :], with_grads)
+            self._clear(with_grads, flags[len(masters) + 2 * len(self._groups) :])
         return self.optimizer if result is self.local else result
 
     def publish_rest(self) -> None:
@@ -646,6 +710,28 @@ def restore_methods(sharded: ShardedOptimizer) -> None:
     """Removes what `replace_methods` has put on the object, so that its class's methods apply again."""
     for name in (*REPLACED, *sharded.methods):
         vars(sharded.optimizer).pop(name, None)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether ranks can send it to each other in a few bytes, without a wait for a device."""
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    if isinstance(value, Tensor):
+        return type(value) is Tensor and value.device.type == "cpu" and value.numel() <= _MOST_SENT
+    return value is None or type(value) in (bool, int, float, str)
+
+
+def _without_tensors(value: Any) -> Any:
+    """A plain value as one whose ``repr`` says all of it."""
+    if isinstance(value, dict):
+        return {key: _without_tensors(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [*map(_without_tensors, value)]
+    return value.tolist() if isinstance(value, Tensor) else value
+
+
+def _differ(one: Any, other: Any) -> bool:
+    return repr(_without_tensors(one)) != repr(_without_tensors(other))
 
 
 def _are_same(one: Sequence[Any], other: Sequence[Any]) -> bool:

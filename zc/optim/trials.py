@@ -8,6 +8,7 @@
 | does each state belong to the parameter that it is stored under? | of every unknown class, for checkpoints |
 | can a group be empty, or without a gradient? | of every unknown class: a rank may own no such parameter of a group |
 | does it change gradients past autograd's count (``p.grad.data``)? | of every unknown class |
+| does it draw random numbers, return a number of its own, set options of a group? | of every unknown class |
 | how often is a closure called? | at the first ``step(closure)`` |
 | which state has the parameter's shape? | of torch's elementwise classes, with offload |
 
@@ -244,6 +245,43 @@ def edits_data(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]], device
     return False
 
 
+class Steps(NamedTuple):
+    """What else a class does in its steps. ``draws``: random numbers. ``returns_own``: a number that it makes of its
+    gradients or weights. ``options``: of a group, those that it sets."""
+
+    draws: bool
+    returns_own: bool
+    options: frozenset[str]
+
+
+def steps_of(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]], device: torch.device) -> Steps:
+    """As far as it can be tried."""
+    steps = Steps(False, False, frozenset())
+    for group in groups if wrapped(optimizer) is None else ():
+        try:
+            trial = _try_pair(optimizer, group, device)
+        except Communicates:
+            continue
+        if trial is None:
+            continue
+        whole = trial.together[0]
+        rate = {} if "lr" not in group else {"lr": whole.options.get("lr")}  # a trial's own
+        before, after = dict(leaves({**group, **rate, "params": []})), dict(leaves(whole.options))
+        new = {path[0] for path in after if path not in before or not _is_same(before[path], after[path])}
+        returns_own = any(not _is_same(whole.stepped, each.stepped) for each in trial.apart)
+        options = steps.options | new - {"param_names"}
+        steps = Steps(steps.draws or whole.draws, steps.returns_own or returns_own, options)
+    return steps
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether numbers agree but for rounding. Anything else does: nobody knows what it means."""
+    numbers = [item.item() if isinstance(item, Tensor) and item.numel() == 1 else item for item in (one, other)]
+    if not all(isinstance(item, (int, float)) for item in numbers):
+        return type(one) is type(other)
+    return math.isclose(*numbers, rel_tol=1e-5) or all(map(math.isnan, numbers))
+
+
 def num_closure_calls(optimizer: Optimizer) -> int | None:
     """How often one ``step(closure)`` calls its closure; None where that can't be tried."""
     if wrapped(optimizer) is not None:
@@ -360,6 +398,8 @@ class Updated(NamedTuple):
     returned: Any = None  # by the last of the methods that were called
     options: Mapping[str, Any] = MappingProxyType({})  # of its group
     edits_data: bool = False  # a step has changed its gradient without autograd's counting it
+    draws: bool = False  # torch's random numbers
+    stepped: Any = None  # what the last step has returned
 
     def elementwise(self) -> dict[str, Tensor]:
         """The change under "", and each floating-point state of the parameter's size. Codes of a quantised state are
@@ -422,14 +462,17 @@ def update_copy(
         for device in devices:
             with torch.accelerator.device_index(device.index):
                 torch.get_device_module(device).manual_seed(seed)
+        generators = [torch.get_rng_state, *(torch.get_device_module(d).get_rng_state for d in devices)]
+        before = [state_of() for state_of in generators]
         for k in range(max(map(len, grads), default=1) or 1):
             given = [own[k].clone() if own else None for own in grads]
             for param, grad in zip(params, given, strict=True):
                 param.grad = grad
-            twin.step(*([closure] if closure is not None else []))
+            stepped = twin.step(*([closure] if closure is not None else []))
             for n, grad in enumerate(given):
                 if grad is not None and torch_private.version(grad) == 0 and not torch.equal(grad, grads[n][k]):
                     edits_data[n] = True
+        draws = not all(torch.equal(old, state_of()) for old, state_of in zip(before, generators, strict=True))
         returned: Any = None
         for method in methods:
             returned = getattr(twin, method)()
@@ -439,7 +482,7 @@ def update_copy(
     returned = None if returned is twin else returned
     options = {key: option for key, option in twin.param_groups[0].items() if key != "params"}
     updated = zip(changes, states, edits_data, strict=True)
-    return [Updated(change, state, returned, options, edits) for change, state, edits in updated]
+    return [Updated(change, state, returned, options, edits, draws, stepped) for change, state, edits in updated]
 
 
 def difference(one: Mapping[str, Tensor], other: Mapping[str, Tensor], close: float = CLOSE) -> str | None:
