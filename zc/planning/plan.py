@@ -11,7 +11,7 @@ instead of gradients, and a last one where a mesh has replicas::
     2 GPUs of one host                messages, among all                        into the accumulator
     2 hosts of 2 ranks                memory or messages, inside a host          into a host_sum, or what was sent
                                       messages (or encoded), between hosts       into the accumulator
-    2 replicas of 2 ranks             as one of the first two                    into a host_sum
+    2 replicas                        as one of these, whose last hop brings it  into a host_sum
                                       replicas, between those with one shard     into the accumulator
 
 A gather goes the other way: between hosts first, then inside each. `zc.ranks.routes` has what does it.

@@ -131,7 +131,7 @@ class Routes:
             self._to_gather[key] = hops_to_gather(self.plan, bucket, is_exact=scratch is None)
         hops = self._to_gather[key]
         for hop in hops:
-            part = whole if hop is hops[-1] else whole[slice(*bucket.layout.host_range(self.group.shard.rank))]
+            part = whole if hop is hops[-1] else whole[slice(*bucket.layout.net_range(self.group.shard.rank))]
             self._of(hop).gather(bucket, part, shard, scratch, base)
             shard = part
 
