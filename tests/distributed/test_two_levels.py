@@ -75,7 +75,7 @@ def test_a_rank_s_shard_and_segment() -> None:
     """By hand: 2 hosts of 3, 12 elements, 2 a shard; the l-th ranks of the hosts have the l-th third between them."""
     layout = flat_layout([("w", (12,))], 6, 1, num_hosts=2)
     assert [layout.shard_range(rank) for rank in range(6)] == [(0, 2), (4, 6), (8, 10), (2, 4), (6, 8), (10, 12)]
-    assert [layout.host_range(rank) for rank in range(6)] == [(0, 4), (4, 8), (8, 12)] * 2
+    assert [layout.net_range(rank) for rank in range(6)] == [(0, 4), (4, 8), (8, 12)] * 2
     assert [layout.rank_of(layout.shard_of(rank)) for rank in range(6)] == list(range(6))
 
 

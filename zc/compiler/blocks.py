@@ -70,7 +70,7 @@ class Blocks:
     def find_block(self, names: Sequence[str | None]) -> Block | None:
         """The block whose parameters are among ``names``; None: there are none, or of several blocks."""
         members = {member for name in names if (member := self._named(name)) is not None}
-        return Block(self, members.pop()) if len(members) == 1 else None
+        return Block(self, members.pop(), self.member_of) if len(members) == 1 else None
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,7 @@ class Block:
 
     blocks: Blocks
     name: str
+    member_of: Callable[[Sequence[object]], str | None]  # of its `Blocks`
 
     def __str__(self) -> str:
         """Its kind, as the log names it."""
@@ -95,9 +96,6 @@ class Block:
         """The name in ``member`` of a parameter of this block; any other name as it is."""
         path = self.path(name)
         return name if path is None else f"{member}.{path}"
-
-    def member_of(self, params: Sequence[object]) -> str | None:
-        return self.blocks.member_of(params)
 
     def moved(self, template: Program, source: str, member: str, names: Sequence[str]) -> fx.Graph | None:
         """The schedule of member ``source``, moved to ``member`` (`zc.schedule.rebase`)."""

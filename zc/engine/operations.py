@@ -274,8 +274,8 @@ class Operations:
         return self.segments[key](args)
 
     def reducing_if(self, may_reduce: MayReduce) -> Operations:
-        """These operations for one run, in which ranks reduce if they agree. In stage 1 the comm stream asks before
-        each reduction. In stage 2 gradients pass through the ring, so the host asks before the first write: everything
+        """These operations for one run, in which ranks reduce if they agree. In stage 1 the stream of a reduction asks
+        before it. In stage 2 gradients pass through the ring, so the host asks before the first write: everything
         before it is issued by then, and keeps a GPU busy while the host waits."""
         if self._replaced is None:
             instead = instead_of_reducing(self._accs)

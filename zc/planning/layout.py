@@ -118,14 +118,15 @@ class FlatLayout:
         return start, start + self.numel_shard
 
     @cached_property
-    def numel_host_range(self) -> int:
+    def numel_net_range(self) -> int:
         """H shards."""
         return self.num_hosts * self.numel_shard
 
-    def host_range(self, rank: int) -> tuple[int, int]:
-        """Elements [start, stop) that the l-th ranks of all hosts reduce with each other: H shards."""
-        start = self.shard_of(rank) // self.num_hosts * self.numel_host_range
-        return start, start + self.numel_host_range
+    def net_range(self, rank: int) -> tuple[int, int]:
+        """Elements [start, stop) that the l-th ranks of all hosts, this one among them, reduce with each other: H
+        shards. Inside its host each rank sums one such range."""
+        start = self.shard_of(rank) // self.num_hosts * self.numel_net_range
+        return start, start + self.numel_net_range
 
     @cached_property
     def runs(self) -> dict[int, tuple[int, int]]:

@@ -11,7 +11,7 @@ instead of gradients, and a last one where a mesh has replicas::
     2 GPUs of one host                messages, among all                        into the accumulator
     2 hosts of 2 ranks                memory or messages, inside a host          into a host_sum, or what was sent
                                       messages (or encoded), between hosts       into the accumulator
-    2 replicas of 2 ranks             as one of the first two                    into a host_sum
+    2 replicas                        as one of these, whose last hop brings it  into a host_sum
                                       replicas, between those with one shard     into the accumulator
 
 A gather goes the other way: between hosts first, then inside each. `zc.ranks.routes` has what does it.
@@ -339,8 +339,8 @@ class Plan:
         return any(hop.way is Way.ENCODED for hop in hops_to_gather(self, bucket))
 
     def nbytes_update(self, bucket: Bucket) -> int:
-        """Bytes of the encoded differences that a gather of this bucket brings together."""
-        return largest(self, bucket, self.gather_encoding)[0]
+        """Bytes of the encoded differences that a gather of this bucket brings together; 0 if it travels as it is."""
+        return 0 if self.gather_encoding is None else max(map(sum, encoded_rows(self, bucket, self.gather_encoding)))
 
     def weights_buffer(self, bucket: int) -> str:
         """The name of the weights that an update writes, in a schedule. It is flat_param[bucket], or another one if the
@@ -520,7 +520,8 @@ class Hop:
         if self.way is Way.REPLICAS:
             return bucket.layout.numel_shard * bucket.acc_dtype.itemsize
         if self.way is Way.ENCODED:
-            return sum(largest(plan, bucket, plan.reduce_encoding))
+            rows = encoded_rows(plan, bucket, plan.reduce_encoding)  # those that a rank sends, and its own from all
+            return max(map(sum, rows)) + max(map(max, rows)) * plan.topology.num_across
         numel = self.numel_sent(bucket) if plan.reduce == "exact" else bucket.layout.numel_shard
         return numel * self.dtype(bucket).itemsize
 
@@ -532,15 +533,6 @@ class Hop:
             return self.numel_sent(bucket) // self.num_ranks * bucket.acc_dtype.itemsize
         is_narrow = not self.is_last and bucket.net_dtype != bucket.acc_dtype
         return self.numel_sum(bucket) * bucket.acc_dtype.itemsize if is_narrow and not self.is_direct else 0
-
-
-def largest(plan: Plan, bucket: Bucket, encoding: Encoding | None) -> tuple[int, int]:
-    """The most encoded bytes of any rank: of one row for each rank that it exchanges rows with, and of as many rows of
-    its own shard. 0 without ``encoding``."""
-    if encoding is None:
-        return 0, 0
-    together = encoded_rows(plan, bucket, encoding)
-    return max(map(sum, together)), max(map(max, together)) * plan.topology.num_across
 
 
 def encoded_rows(plan: Plan, bucket: Bucket, encoding: Encoding | None) -> list[tuple[int, ...]]:

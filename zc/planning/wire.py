@@ -124,7 +124,7 @@ def _spans(layout: FlatLayout, start: int, stop: int) -> Iterator[tuple[int, int
 
 def rows_between_hosts(plan: Plan, bucket: Bucket, rank: int, bits: int) -> Rows:
     """The rows that a rank encodes in a reduction, and those that it has after a gather: of all shards, or of those in
-    its host range."""
+    its `FlatLayout.net_range`."""
     layout, count = bucket.layout, plan.topology.num_across
     return rows_of(layout, bits, layout.shard_of(rank) // count * count, count)
 

@@ -6,6 +6,8 @@ sums inside each host first, then over the ranks with one number on all hosts; a
     2 hosts of 2 GPUs                 messages, inside a host                    into what was sent
                                       messages (or encoded), between hosts       into the accumulator
 
+With replicas the sum between hosts comes into a host_sum, and one more hop follows (`zc.ranks.replicas`).
+
 `zc.compile` hands it over. Without it each rank is its own host.
 """
 
@@ -33,9 +35,9 @@ class OfRank(NamedTuple):
     def all_gather(self, out: Tensor, shard: Tensor, kind: str, bucket: int) -> Work:
         """As `Exchanges.all_gather`. Shards are in the order of a layout with as many hosts, and the host waits for the
         first level."""
-        host_range = out.view(self.host.world_size, -1)[self.host.rank]
-        self.net.all_gather(host_range, shard, kind, bucket).wait()
-        return self.host.all_gather(out, host_range, kind, bucket)
+        part = out.view(self.host.world_size, -1)[self.host.rank]
+        self.net.all_gather(part, shard, kind, bucket).wait()
+        return self.host.all_gather(out, part, kind, bucket)
 
 
 @dataclass(frozen=True)

@@ -95,12 +95,12 @@ class Memory(Route):
             add_rows(total._replace(out=total.out[start:stop]), rows, bucket)
 
         with self._offers.offering(REDUCE, bucket.index, sent) as places:
-            self._offers.neighbours.rows(sent, *bucket.layout.host_range(self._offers.neighbours.rank), places, use)
+            self._offers.neighbours.rows(sent, *bucket.layout.net_range(self._offers.neighbours.rank), places, use)
 
     def gather(self, bucket: Bucket, whole: Tensor, shard: Tensor, scratch: Tensor | None, base: Tensor | None) -> None:
         with self._offers.offering(GATHER, bucket.index, shard) as places:
             for peer, place in places.items():
-                self._offers.neighbours.read(whole[slice(*bucket.layout.host_range(peer))], peer, place)
+                self._offers.neighbours.read(whole[slice(*bucket.layout.net_range(peer))], peer, place)
 
 
 class Shards(Route):

@@ -109,7 +109,8 @@ class Routes:
     def __init__(self, plan: Plan, group: Group, tables: list[Tensor], makers: Mapping[Way, MakeRoute] = {}) -> None:
         self.plan, self.group, self.tables, self._makers = plan, group, tables, makers
         self._made: dict[Hop, Route] = {}
-        self._to_gather: dict[tuple[int, bool], tuple[Hop, ...]] = {}  # by bucket, and whether exactly
+        self._to_reduce: dict[int, Route] = {}  # by the number of the hop
+        self._to_gather: dict[tuple[int, bool], list[Route]] = {}  # by bucket, and whether exactly
         # of weights that a rank gathers when it likes: made here, since two threads use it
         self.shards = self._of(Hop(Way.SHARDS, Level.ALL, plan.world_size)) if self.gathers_alone else Route()
 
@@ -120,7 +121,9 @@ class Routes:
 
     def to_reduce(self, hop: int) -> Route:
         """The route of this hop of a reduction."""
-        return self._of(self.plan.hops[hop])
+        if hop not in self._to_reduce:
+            self._to_reduce[hop] = self._of(self.plan.hops[hop])
+        return self._to_reduce[hop]
 
     def gather(
         self, bucket: Bucket, whole: Tensor, shard: Tensor, scratch: Tensor | None = None, base: Tensor | None = None
@@ -128,11 +131,12 @@ class Routes:
         """``whole`` [P] <- the weights of a bucket, hop by hop; without ``scratch`` exactly. Else as `Route.gather`."""
         key = bucket.index, scratch is None
         if key not in self._to_gather:
-            self._to_gather[key] = hops_to_gather(self.plan, bucket, is_exact=scratch is None)
-        hops = self._to_gather[key]
-        for hop in hops:
-            part = whole if hop is hops[-1] else whole[slice(*bucket.layout.host_range(self.group.shard.rank))]
-            self._of(hop).gather(bucket, part, shard, scratch, base)
+            hops = hops_to_gather(self.plan, bucket, is_exact=scratch is None)
+            self._to_gather[key] = [self._of(hop) for hop in hops]
+        routes = self._to_gather[key]
+        for route in routes:
+            part = whole if route is routes[-1] else whole[slice(*bucket.layout.net_range(self.group.shard.rank))]
+            route.gather(bucket, part, shard, scratch, base)
             shard = part
 
     def _of(self, hop: Hop) -> Route:

@@ -16,9 +16,10 @@ rank keeps one journal per compiled model (zc/ranks/journal.py). Two things find
 - **The checksum** of the journal travels with the announcement before each update. It finds exchanges that complete
   although they differ.
 
-A mismatch must do no harm before it is found, so exchanges on CPU are sends and receives whose tag names the bucket.
-gloo matches collectives by their number alone, and *aborts the process* if their sizes differ (pair.cc, "Received data
-size doesn't match expected size").
+A mismatch must do no harm before it is found. gloo matches collectives by their number alone, and *aborts the process*
+if their sizes differ (pair.cc, "Received data size doesn't match expected size"), so with gloo exchanges on CPU are
+sends and receives whose tag names the bucket. Ranks that read each other's memory signal under keys that name it
+(zc/ranks/neighbours.py). Exchanges of other backends are collectives, which match as the backend does it.
 
 What ranks publish in the store is a `RankState`. `difference`, `deadlock` and `late` are the verdicts on it.
 """
