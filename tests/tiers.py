@@ -1,5 +1,8 @@
 """What of the tests runs: `make check` takes those marked ``check``, `make test` all of them with samples, and
-`make test-full` (``ZC_TESTS=full``) every case of every sample and the tests that take minutes."""
+`make test-full` (``ZC_TESTS=full``) every case of every sample and the tests that take minutes.
+
+To compile takes ten times as long as to run. So a case whose point is not in a graph runs op by op by default
+(`COMPILED`), and compiled in the full tier. docs/design.md says what runs where."""
 
 from __future__ import annotations
 
@@ -8,4 +11,5 @@ import os
 import pytest
 
 FULL = os.environ.get("ZC_TESTS") == "full"
+COMPILED = "aot_eager" if FULL else "eager"  # the backend of cases that differ in what stands around a graph
 full_only = pytest.mark.skipif(not FULL, reason="takes minutes: make test-full, or ZC_TESTS=full, runs it")

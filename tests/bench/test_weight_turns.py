@@ -13,7 +13,8 @@ TURN = {"persistent": 1000, "transient": 500, "graphs": 3, "frames": 4, "breaks"
 
 @pytest.mark.parametrize(
     ("way", "backend", "nbytes"),
-    [("stage 3", "aot_eager", 12 / 2), pytest.param("overlap_gather", "eager", 4 + 8 / 2, marks=full_only)],
+    [("stage 3", "eager", 12 / 2), pytest.param("stage 3", "aot_eager", 12 / 2, marks=full_only),
+     pytest.param("overlap_gather", "eager", 4 + 8 / 2, marks=full_only)],
 )
 def test_bytes_between_two_steps(way: str, backend: str, nbytes: float) -> None:
     """Of two ranks, fp32, a parameter: weights and Adam's moments, in shards or the weights whole."""

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from harness import run_ranks
 from oracle import weights, worst
-from tiers import full_only
+from tiers import COMPILED, full_only
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from training_runs import message_of
 from two_optimizers import CASE, MAKE, Loop, on_ranks, plain, reference, train, two_adamw, wide_muon
@@ -55,7 +55,7 @@ def test_another_number_of_ranks_goes_on(
 ) -> None:
     """Masters, momenta, Adam's moments and both schedules: one process's weights afterwards."""
     first, later = (dataclasses.replace(loop, make=make) for loop in (FIRST, THEN))
-    run_ranks(_first, before, str(tmp_path), first, stage, "aot_eager")
+    run_ranks(_first, before, str(tmp_path), first, stage, COMPILED)
     for error in run_ranks(_then, after, str(tmp_path), later, 3 - stage, "eager", before):
         assert error[0] < tolerance, error
 

@@ -1,6 +1,6 @@
 """Training loops as people write them: each row of the table is right, or refused with the error that it names.
 
-By default each row but those of the full tier runs once, with the stages in turn: one of three or six rows by
+By default each row but those of the full tier runs once, with the stages in turn: one of six or twelve rows by
 aot_eager, the others eager, as are those that differ after the backward alone: to compile takes ten times as long as to
 run. Stage 3 does the same with overlap_gather or shard_frozen as without: such rows have stages 1 and 2. One row also
 runs by Inductor. ZC_TESTS=full runs all cells.
@@ -26,14 +26,17 @@ import zc
 from zc.engine import param_checks
 
 PER_JOB = 24
-COMPILED = 3
-# Items whose graphs are much alike: each sixth row is compiled, and the rows that are named here.
-COMPILED_LESS = (2, 4, 7, 13)
+COMPILED = 6
+# Items whose rows have graphs of their own. Of the others, whose graphs are much alike, each twelfth row is compiled,
+# and the rows that are named here.
+OWN_GRAPHS = (3, 4, 5, 10, 14, 15)
 COMPILED_TOO = (
     "a gradient penalty (double backward)",
     "a whole block replaced, zc.recompile(model)",
     "a backward raises before any gradient on one rank, half-way on another, then .grad = None by hand",
     "zc.recompile between microbatches that were held back and the step",
+    "sums over other numbers of samples, by zc.count",
+    "shard_frozen: blocks, checkpointing, non-reentrant",
 )
 # Items whose loops differ in what follows a backward: optimizers, schedulers, reads of param.grad. Its graph is that of
 # rows that are compiled. And a row that has five graphs.
@@ -51,10 +54,11 @@ def sample() -> list[Cell]:
     chosen = []
     for k, name in enumerate(quick):
         stages = STAGES[:2] if {"overlap_gather", "shard_frozen"} & ROWS[name].options.keys() else STAGES
-        every = 2 * COMPILED if ROWS[name].item in COMPILED_LESS and name not in COMPILED_TOO else COMPILED
-        is_eager = k % every != 0 or ROWS[name].item in BEHIND_THE_BACKWARD or name == FIVE_GRAPHS
+        every = COMPILED if ROWS[name].item in OWN_GRAPHS else 2 * COMPILED
+        is_due = k % every == 0 and ROWS[name].item not in BEHIND_THE_BACKWARD and name != FIVE_GRAPHS
+        backend = "aot_eager" if is_due or name in COMPILED_TOO else "eager"
         # at most each third row is compiled: after three rows the stages begin with the next one
-        chosen.append(Cell(name, "eager" if is_eager else "aot_eager", stages[(k // COMPILED + k) % len(stages)]))
+        chosen.append(Cell(name, backend, stages[(k // 3 + k) % len(stages)]))
     assert {(cell.backend, cell.stage) for cell in chosen} == {(b, s) for b in ("eager", "aot_eager") for s in STAGES}
     assert set(COMPILED_TOO) <= {cell.row for cell in chosen if cell.backend == "aot_eager"}
     return chosen + [Cell(name, "inductor", 1 + k % 2) for k, name in enumerate(INDUCTOR)]

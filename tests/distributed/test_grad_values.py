@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from harness import run_ranks
+from tiers import COMPILED
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from training_runs import message_of
@@ -113,7 +114,7 @@ def _edited(rank: int, world_size: int, dtype: torch.dtype, options: dict[str, A
     ("num_ranks", "dtype", "options"),
     [
         (3, torch.float32, {"backend": "eager", "stage": 2}),
-        (2, torch.float32, {"backend": "aot_eager", "stage": 3}),
+        (2, torch.float32, {"backend": COMPILED, "stage": 3}),
         (2, torch.bfloat16, {"backend": "eager", "stage": 1}),
         (2, torch.float32, {"backend": "eager", "offload": "cpu", "offload_accumulate": "device"}),
         (4, torch.float32, {"backend": "eager", "mesh": (2, 2)}),

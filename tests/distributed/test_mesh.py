@@ -15,7 +15,7 @@ import torch.distributed as dist
 from harness import run_cases, run_ranks
 from models import Stack
 from oracle import weights, worst
-from tiers import full_only
+from tiers import COMPILED, full_only
 from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
@@ -411,7 +411,7 @@ def uneven(rank: int, world_size: int, stage: int, declared: bool, backend: str)
 def test_other_numbers_of_backwards() -> None:
     """By hand: the mean over ranks of 10^r times the number of its backwards."""
     wanted = {True: 3 * (10 + 200 + 3000) / 4, False: 3 * 2 * 1111 / 4}
-    cases = [(stage, declared, backend) for stage, backend in ((1, "eager"), (2, "aot_eager")) for declared in wanted]
+    cases = [(stage, declared, backend) for stage, backend in ((1, "eager"), (2, COMPILED)) for declared in wanted]
     for (_, declared, _), ranks in run_cases(uneven, 4, cases):
         for result in ranks:
             torch.testing.assert_close(result, torch.full_like(result, wanted[declared]), rtol=1e-5, atol=0.0)

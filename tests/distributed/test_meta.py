@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from harness import run_ranks
 from models import seeded
 from safetensors.torch import save_file
-from tiers import full_only
+from tiers import COMPILED, full_only
 from torch import Tensor, nn
 
 import zc
@@ -64,7 +64,7 @@ def made(seed: int) -> Net:
     return Net()
 
 
-def on_meta(backend: str = "aot_eager") -> tuple[Net, torch.optim.Optimizer]:
+def on_meta(backend: str = COMPILED) -> tuple[Net, torch.optim.Optimizer]:
     with torch.device("meta"):
         net = Net()
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
@@ -91,7 +91,7 @@ def differing(state: dict[str, Tensor], wanted: dict[str, Tensor]) -> list[str]:
 
 def initialised(rank: int, world_size: int) -> list[str]:
     """Job: what differs from a plain model of rank 0's seed, in values and in three updates."""
-    net, optimizer = on_meta()
+    net, optimizer = on_meta("aot_eager")
     with pytest.raises(zc.ZcError, match=r"parameter\(s\) of this model, which was made on meta, have no value yet"):
         net(torch.zeros(1, 2, dtype=torch.long))
     torch.manual_seed(rank)  # rank 0's values count

@@ -14,7 +14,7 @@ import pytest
 import torch
 from harness import run_ranks
 from models import seeded
-from tiers import FULL
+from tiers import COMPILED, FULL
 from torch import Tensor, nn
 
 import zc
@@ -24,7 +24,6 @@ from zc.schedule.buffer import COMM, COPY, HOST
 
 DIM, UPDATES = 24, 5
 SKIPPED = 2  # the update whose loss is infinite
-BACKEND = "aot_eager" if FULL else "eager"  # where the point is not in the graph
 OPTIMIZERS = {"AdamW": torch.optim.AdamW, "Muon": torch.optim.Muon}
 
 
@@ -109,7 +108,7 @@ REST = [(1, "AdamW", None), (2, "AdamW", torch.bfloat16), (3, "Muon", None)]
 def test_the_bits_of_stage_2_with_offload_and_of_stage_3_without(
     world_size: int, optimizer: str, dtype: torch.dtype | None
 ) -> None:
-    backend = "aot_eager" if FULL or (world_size, optimizer) == (2, "AdamW") else "eager"  # the others' graphs are its
+    backend = "aot_eager" if (world_size, optimizer) == (2, "AdamW") else COMPILED  # the others' graphs are its
     stage_3: dict[str, Any] = {"stage": 3, "param_dtype": dtype, "backend": backend}
     options = [{**stage_3, "stage": 2, "offload": "cpu"}, stage_3, {**stage_3, "offload": "cpu"},
                {**stage_3, "offload": "cpu", "offload_accumulate": "device"},
@@ -125,7 +124,8 @@ def late(rank: int, world_size: int, delays: list[dict[str, float]]) -> list[str
     first: list[Any] = []
     different = []
     for slow in delays:
-        net, optimizer = compiled("AdamW", {"stage": 3, "offload": "cpu", "param_dtype": torch.bfloat16})
+        options = {"stage": 3, "offload": "cpu", "param_dtype": torch.bfloat16, "backend": COMPILED}
+        net, optimizer = compiled("AdamW", options)
         runtime = sharded(net).runtime
         runtime.streams = runtime.deposits.streams = ThreadStreams(slow)
         result = train(net, optimizer, rank, 4), zc.full_state_dict(net)
@@ -146,7 +146,7 @@ def written(rank: int, world_size: int) -> list[str]:
     """Job: what is written to whole parameters, or loaded, reaches masters in host memory, where updates go on."""
     ends = []
     for offload in (None, "cpu"):
-        options = {"stage": 3, "offload": offload, "param_dtype": torch.bfloat16, "backend": BACKEND}
+        options = {"stage": 3, "offload": offload, "param_dtype": torch.bfloat16, "backend": COMPILED}
         net, optimizer = compiled("AdamW", options)
         train(net, optimizer, rank, 2)
         with zc.whole_parameters(net):
@@ -168,14 +168,14 @@ def test_a_write_to_whole_parameters_reaches_host_memory() -> None:
 
 def from_meta(rank: int, world_size: int, folder: Path) -> list[str]:
     """Job: a model on meta gets its masters in host memory from its modules, then from a checkpoint, and trains."""
-    plain, its = compiled("AdamW", {"stage": 2, "backend": BACKEND})
+    plain, its = compiled("AdamW", {"stage": 2, "backend": COMPILED})
     wanted = train(plain, its, rank)
-    fresh, its = compiled("AdamW", {"stage": 2, "backend": BACKEND})
+    fresh, its = compiled("AdamW", {"stage": 2, "backend": COMPILED})
     zc.save(folder, fresh, its)
     with torch.device("meta"):
         net = Net()
     optimizer = torch.optim.AdamW(net.layers.parameters(), lr=0.01)
-    zc.compile(net, optimizer, stage=3, device="cpu", offload="cpu", backend=BACKEND, bucket_nbytes=3072)
+    zc.compile(net, optimizer, stage=3, device="cpu", offload="cpu", backend=COMPILED, bucket_nbytes=3072)
     zc.initialize(net)
     initial = zc.full_state_dict(net)
     problems = [name for name, value in initial.items() if value.isnan().any()]

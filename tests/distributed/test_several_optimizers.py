@@ -8,6 +8,7 @@ import pytest
 import torch
 from harness import run_cases, run_ranks
 from oracle import weights, worst
+from tiers import COMPILED
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 from training_runs import message_of
@@ -44,7 +45,7 @@ def check(world_size: int, loop: Loop, tolerance: float = 2e-5, own_clip: bool =
 ALL = Loop(updates=4, microbatches=2, max_norm=0.5, scheduled=True)
 
 
-@pytest.mark.parametrize(("stage", "backend", "own_clip"), [(1, "eager", True), (2, "aot_eager", False)])
+@pytest.mark.parametrize(("stage", "backend", "own_clip"), [(1, "eager", True), (2, COMPILED, False)])
 def test_matrices_and_the_rest(stage: int, backend: str, own_clip: bool) -> None:
     """Clipping over all, torch's and zc's, a scheduler each, accumulation: one process's weights."""
     check(3, ALL, own_clip=own_clip, stage=stage, backend=backend)

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from harness import run_ranks
+from tiers import COMPILED
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
@@ -109,11 +110,11 @@ def _train(
 
 CASES: list[tuple[int, str, bool, bool, dict[str, Any]]] = [
     (2, "adam", False, True, {"stage": 1, "backend": "eager"}),
-    (3, "adam", True, False, {"stage": 1, "backend": "aot_eager"}),
+    (3, "adam", True, False, {"stage": 1, "backend": COMPILED}),
     (2, "two", True, True, {"stage": 2, "backend": "eager"}),
     (3, "adam", False, False, {"stage": 2, "backend": "eager"}),
     (2, "two", False, False, {"stage": 3, "backend": "eager"}),
-    (3, "adam", True, True, {"stage": 3, "backend": "aot_eager"}),
+    (3, "adam", True, True, {"stage": 3, "backend": COMPILED}),
     (2, "adam", False, True, {"stage": 1, "backend": "eager", "offload": "cpu"}),
     (2, "adam", True, True, {"stage": 2, "backend": "eager", "offload": "cpu", "offload_accumulate": "device"}),
     (2, "adam", False, True, {"stage": 2, "backend": "eager", "mesh": (2, 1)}),

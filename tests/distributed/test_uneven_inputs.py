@@ -9,6 +9,7 @@ import torch
 from harness import run_cases, run_ranks
 from models import CASES
 from oracle import weights, worst
+from tiers import COMPILED
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
@@ -80,7 +81,7 @@ def _in_one_process(counts: tuple[int, ...], microbatches: int) -> dict[str, Ten
         ((5, 2), 1, {"backend": "aot_eager", "stage": 2}),
         ((1, 4), 1, {"backend": "eager", "stage": 2, "overlap_gather": True}),
         ((0, 3), 1, {"backend": "eager", "stage": 1}),
-        ((5, 2), 2, {"backend": "aot_eager", "stage": 1}),
+        ((5, 2), 2, {"backend": COMPILED, "stage": 1}),
         ((3, 8), 3, {"backend": "eager", "stage": 2}),
     ],
 )

@@ -2,22 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
+from test_whole_block import X, compiled
 from torch import Tensor, nn
 
 import zc
-
-X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
-
-
-def compiled(net: nn.Module | None = None, **options: Any) -> tuple[Any, torch.optim.Optimizer]:
-    torch.manual_seed(0)
-    net = net or nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    zc.compile(net, optimizer, stage=3, **{"backend": "eager", **options})
-    return net, optimizer
 
 
 class Doubling(nn.Module):

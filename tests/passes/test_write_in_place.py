@@ -9,7 +9,7 @@ import pytest
 import torch
 from graphs import chain, plan_for
 from llama import Llama, tokens
-from tiers import full_only
+from tiers import FULL, full_only
 from torch import Tensor, fx
 
 import zc
@@ -183,7 +183,7 @@ def trained(
     steps_: int = 2,
     microbatches: int = 2,
     dtype: torch.dtype = torch.float32,
-    layers: int = 2,
+    layers: int = 2 if FULL else 1,
     **options: Any,
 ) -> tuple[list[Tensor], Any]:
     """Weights after some updates of a Llama-like model, alone, in 64 KiB buckets; and its runtime's report."""

@@ -22,12 +22,12 @@ import pytest
 import test_weights
 import test_windows
 import torch
-import torch.distributed as dist
 import weights_mutants
 from harness import run_ranks
 from models import seeded
 from schedules import cases, make, offloaded, schedule
 from simulation import plan_of
+from test_gradients_owed import _alone_in_a_group  # noqa: F401  (a fixture)
 from tiers import FULL
 from torch import fx, nn
 
@@ -55,14 +55,6 @@ def faults(graph: fx.Graph, plan: Plan) -> list[str]:
     """What the checker says of the file."""
     found: list[str] = checker.check(json.loads(json.dumps(certificate(graph, plan))))
     return found
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _alone_in_a_group() -> Iterator[None]:
-    """For the model with a collective of its own, captured here."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def test_the_checker_is_small_and_stands_alone(tmp_path: Path) -> None:
