@@ -304,7 +304,7 @@ class CountingGroups(Listing):
 def test_which_class_needs_a_gradient() -> None:
     makes = (Listing, TakingEmpty, ListingElements, Stacked, CountingGroups, Lion, Noisy)
     needs = {make for make in makes if needs_a_gradient(make(matrices()), make(matrices()).param_groups, CPU)}
-    assert needs == {Listing, TakingEmpty, ListingElements, Stacked}
+    assert needs == {Listing, TakingEmpty, ListingElements, Stacked, CountingGroups}
 
 
 class Heads(nn.Module):
@@ -331,12 +331,13 @@ def _with_heads_in_turn(rank: int, world_size: int, make: type[Optimizer], stage
             which(torch.ones(3, 16), step % 2).square().mean().backward()
             its.step()
             its.zero_grad()
+    assert alone.param_groups[0].get("num_steps") == optimizer.param_groups[0].get("num_steps")
     return worst(weights(model), weights(twin))[0]
 
 
 def test_a_rank_without_a_gradient_of_a_group() -> None:
     """"Tensor list must have at least one tensor", on this rank alone."""
-    makes = (Listing, TakingEmpty, ListingElements)
+    makes = (Listing, TakingEmpty, ListingElements, CountingGroups)
     for case, ranks in run_cases(_with_heads_in_turn, 2, itertools.product(makes, (1, 2))):
         assert max(ranks) < 1e-6, case
 

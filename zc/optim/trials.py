@@ -198,10 +198,8 @@ def takes_empty_groups(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]
 
 
 def needs_a_gradient(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]], device: torch.device) -> bool:
-    """Whether the update of a group fails where none of its parameters has a gradient, and may then be left out.
-
-    It may not if the class counts updates in the group: this rank's count would fall behind that of the others.
-    """
+    """Whether the update of a group fails where none of its parameters has a gradient, and is then left out. What the
+    class sets in the group comes from a rank that has updated it."""
     if wrapped(optimizer) is not None:
         return False
     fails = False
@@ -209,11 +207,9 @@ def needs_a_gradient(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]], 
         for (shape, *_), _ in PAIRS:
             value, grads = small_data(shape, device)
             try:
-                (once,), (thrice,) = (update_copy(optimizer, group, [value], [own], 1) for own in (grads[:1], grads))
+                update_copy(optimizer, group, [value], [grads[:1]], seed=1)
             except Exception:  # noqa: BLE001  (the next shape)
                 continue
-            if not same_state(dict(leaves(once.options)), dict(leaves(thrice.options)), 0.0):
-                return False
             try:
                 update_copy(optimizer, group, [value], [[]], seed=1)
             except Exception:  # noqa: BLE001  (whatever it is, a rank without a gradient would meet it)
