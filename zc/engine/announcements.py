@@ -49,7 +49,7 @@ from zc.engine import param_checks
 from zc.engine.agreement import Agreement
 from zc.engine.ledger import Waits, Where
 from zc.errors import ZcError
-from zc.planning.plan import Bucket
+from zc.planning.plan import Bucket, Plan
 
 if TYPE_CHECKING:
     from zc.engine.core import Core
@@ -100,7 +100,7 @@ class Announcements(Agreement):
         self._reduced = self._no_grads()  # those that are in every rank's sums
         self._proposal: _Proposal | None = None  # of the backward that runs; None: none that reduces
         self._last_order: dict[str, list[int]] = {}  # by source: the buckets that came in the last backward
-        self._names: tuple[list[int], str] | None = None  # of the buckets of the last proposal
+        self._names: tuple[Plan, list[int], str] | None = None  # of the buckets of the last proposal, in that plan
         self._first = self._firsts()
         self._num_announced = self._last_boundary = 0
         # by optimizer: how many reductions the sums of its parameters hold, and a checksum of which announcements made
@@ -112,7 +112,7 @@ class Announcements(Agreement):
         super().grow()
         self._reduced += self._no_grads()[len(self._reduced) :]
         self._last_order.clear()
-        self._names, self._first = None, self._firsts()
+        self._first = self._firsts()
 
     def _firsts(self) -> list[int]:
         """By bucket: the number of its first parameter, in the order of the plan."""
@@ -127,10 +127,10 @@ class Announcements(Agreement):
     def begin(self, source: str, buckets: Sequence[int] | None, grads: frozenset[Where], *, is_boundary: bool) -> None:
         records = self.plan.buckets
         proposed = self._last_order.get(source, list(range(len(records)) if buckets is None else buckets))
-        if self._names is None or self._names[0] != proposed:
+        if self._names is None or self._names[0] is not self.plan or self._names[1] != proposed:
             names = (f"{b} ({records[b].slots[0].name}, ...)" for b in proposed)
-            self._names = proposed, ", ".join(names)
-        what = f"reduce buckets {self._names[1]}{'' if is_boundary else ' in a microbatch'}"
+            self._names = self.plan, proposed, ", ".join(names)
+        what = f"reduce buckets {self._names[2]}{'' if is_boundary else ' in a microbatch'}"
         self._proposal = _Proposal(self.announce(what, self._flags(grads)), source, proposed, is_boundary)
 
     def permission(self, buckets: Sequence[int]) -> MayReduce | None:
