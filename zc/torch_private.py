@@ -15,6 +15,7 @@ import itertools
 import os
 import sys
 import threading
+import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -500,20 +501,48 @@ def compiled_call(
     def call(*args: Any, **kwargs: Any) -> Any:
         return model._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
 
-    return _compiled(call, backend, dynamic=dynamic, fullgraph=fullgraph)
+    return _compiled(call, backend, lambda _: model, dynamic=dynamic, fullgraph=fullgraph)
 
 
-def _compiled(call: Callable[..., Any], backend: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """``call`` under torch.compile. Dynamo wraps what a backend or a callback of `before_compiling` raises; an error
-    that the backend's own package defines comes through as it is. (``BackendCompilerFailed.inner_exception``, and the
-    context of an ``InternalTorchDynamoError``, which is raised "from None"; 2.11 to 2.15.)"""
+_MOST_FORWARDS = 8  # of a class, whose graphs are kept: as many as Dynamo keeps of one function
+
+
+def _compiled(
+    call: Callable[..., Any], backend: Callable[..., Any], called: Callable[[Sequence[Any]], nn.Module], **options: Any
+) -> Callable[..., Any]:
+    """``call`` under torch.compile, once for each forward that the class of ``called(args)`` has had: Dynamo inlines
+    it and guards a forward that is set on the module, but not the class's own (2.11 to 2.15).
+
+    Dynamo wraps what a backend or a callback of `before_compiling` raises; an error that the backend's own package
+    defines comes through as it is. (``BackendCompilerFailed.inner_exception``, and the context of an
+    ``InternalTorchDynamoError``, which is raised "from None"; 2.11 to 2.15.)
+    """
     from torch._dynamo.exc import BackendCompilerFailed, InternalTorchDynamoError
 
+    def compile_anew() -> Callable[..., Any]:
+        code = call.__code__.replace(co_name=f"call_{next(_NUMBERS)}")
+        copied = types.FunctionType(code, call.__globals__, code.co_name, call.__defaults__, call.__closure__)
+        return torch.compile(copied, backend=backend, **options)
+
     own = backend.__module__.partition(".")[0]
-    call.__code__ = call.__code__.replace(co_name=f"call_{next(_NUMBERS)}")
-    compiled = torch.compile(call, backend=backend, **options)
+    compiled, forward = compile_anew(), None
+    by_forward: dict[int, tuple[object, Callable[..., Any]]] = {}  # by the id of one that the entry keeps alive
+
+    def choose(cls: type[nn.Module]) -> None:
+        """``compiled`` is of the forward that the class has now."""
+        nonlocal compiled, forward
+        now = next(vars(base)["forward"] for base in cls.__mro__ if "forward" in vars(base))
+        if now is forward:
+            return
+        if id(now) not in by_forward:
+            if len(by_forward) == _MOST_FORWARDS:
+                del by_forward[next(iter(by_forward))]
+            by_forward[id(now)] = now, compile_anew() if by_forward else compiled
+        forward, compiled = by_forward[id(now)]
 
     def run(*args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():  # the caller's torch.compile around the model goes through
+            choose(type(called(args)))
         try:
             return compiled(*args, **kwargs)
         except (BackendCompilerFailed, InternalTorchDynamoError) as failed:
@@ -535,7 +564,7 @@ def compiled_block_call(backend: Callable[..., Any], *, dynamic: bool | None = N
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return type(module)._call_impl(module, *args, **kwargs)  # type: ignore[no-untyped-call]
 
-    return _compiled(call, backend, dynamic=dynamic)
+    return _compiled(call, backend, lambda args: args[0], dynamic=dynamic)
 
 
 def class_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:

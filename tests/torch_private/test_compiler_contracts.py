@@ -166,6 +166,34 @@ def test_a_module_calls_what_was_compiled(traced: Traced) -> None:
     assert model._compiled_call_impl is None
 
 
+@contract("compiled_call compiled_block_call", "type(module).forward, which Dynamo does not guard")
+@pytest.mark.parametrize("is_block", [False, True])
+def test_a_forward_that_replaces_the_class_s_own_is_called(is_block: bool) -> None:
+    class Doubling(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * 2
+
+    graphs = []
+
+    def backend(gm: fx.GraphModule, inputs: list[Any]) -> Any:
+        graphs.append(gm)
+        return gm.forward
+
+    model, x = type("Child", (Doubling,), {})(), torch.ones(2)
+    compiled = torch_private.compiled_block_call(backend) if is_block else torch_private.compiled_call(model, backend)
+    arguments = (model, x) if is_block else (x,)
+    plain = Doubling.forward
+    for _ in range(2):
+        assert torch.equal(compiled(*arguments), x * 2)
+        Doubling.forward = lambda self, x: plain(self, x) * 3
+        assert torch.equal(compiled(*arguments), x * 6)
+        Doubling.forward = plain
+    assert len(graphs) == 3, "one of the class's own forward, which came back, and one of each that replaced it"
+    for factor in range(20):
+        Doubling.forward = lambda self, x, factor=factor: x * factor
+        assert torch.equal(compiled(*arguments), x * factor)
+
+
 @contract("compile_graph boxed", "compile_fx(inner_compile=), functorch's enable_autograd_cache or _boxed_call")
 def test_inner_compile_gets_forward_and_backward(traced: Traced) -> None:
     assert traced.graphs.keys() == {False, True}
