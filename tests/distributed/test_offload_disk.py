@@ -232,6 +232,20 @@ def test_state_of_other_weights_is_refused(tmp_path: Path) -> None:
             bucket_nbytes=1500)  # fmt: skip
 
 
+def on_more_ranks(rank: int, world_size: int, folder: str) -> None:
+    """Job: the folder has the state of one rank."""
+    refuses(rf"offload_dir {folder} holds the state of 1 rank\(s\) .*and this run has 2: start as many ranks as then",
+            offload_dir=Path(folder))  # fmt: skip
+
+
+def test_state_of_another_number_of_ranks_is_refused_on_all(tmp_path: Path) -> None:
+    """They trained on with fresh state, in silence: off by 100 % of a weight after 3 updates."""
+    model, optimizer = build(offload="disk", offload_dir=tmp_path)
+    train(model, optimizer, 0, range(1))
+    zc.flush_state(model)
+    run_ranks(on_more_ranks, 2, str(tmp_path))
+
+
 def test_state_that_was_loaded_moves_to_the_file_and_new_state_is_announced(tmp_path: Path) -> None:
     model, optimizer = build(offload="disk", offload_dir=tmp_path)
     train(model, optimizer, 0, range(1))

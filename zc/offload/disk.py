@@ -112,7 +112,7 @@ class DiskState:
         low, high = group.max_on_host([-number, number])
         if mark is None or -low != high:
             self.file.mark = None
-            if self.file.existed or -low != high:
+            if self.file.has_earlier or -low != high:
                 why = "on some ranks it is not complete" if -low != high else "it is not complete"
                 self.core.say_once(f"offload_dir: {why}, so state of an earlier run in it is not used")
             self.file.begin_update()
@@ -234,12 +234,13 @@ class StateFile:
     Raises:
         PlanError: the folder does not exist, is not writable, or lacks the space (both figures); another process uses
             the file; its size is not what its mark says; it has the state of another plan (names the first line that
-            differs). The folder is then unchanged.
+            differs), or the folder that of another number of ranks. The folder is then unchanged.
     """
 
     def __init__(self, folder: Path, rank: int, world_size: int, regions: Sequence[Region], lines: Sequence[str]):
         if not folder.is_dir():
             raise PlanError(f"offload_dir {folder} is not a folder: make it first, on the disk that is meant")
+        _refuse_other_numbers(folder, world_size)
         self.folder, self._rank, self.path = folder, rank, folder / f"zc-rank{rank:05d}-of-{world_size:05d}.state"
         self.mark_path = self.path.with_suffix(".mark")
         self.regions = {region.name: region for region in regions}
@@ -247,6 +248,7 @@ class StateFile:
         self.nbytes = max(last.offset + last.nbytes if last else 0, 1)  # mmap takes no empty file
         self.lines = [*lines, *(f"{r.name}: {r.numel} {r.dtype} at {r.offset}" for r in regions)]
         self.existed = self.path.exists()
+        self.has_earlier = self.existed or bool(_of_other_numbers(folder, world_size, "state"))
         self._remedy = f"to start without that state, remove {self.path.stem}.*"
         self.mark: dict[str, Any] | None = None
         self._fd = self._open()
@@ -364,6 +366,23 @@ class StateFile:
     def _remove_if_new(self) -> None:
         if not self.existed:
             self.path.unlink(missing_ok=True)
+
+
+def _of_other_numbers(folder: Path, world_size: int, suffix: str) -> list[Path]:
+    """The files that another number of ranks has left in the folder."""
+    paths = sorted(folder.glob(f"zc-rank*-of-*.{suffix}"))
+    return [path for path in paths if path.stem.rpartition("-of-")[2] != f"{world_size:05d}"]
+
+
+def _refuse_other_numbers(folder: Path, world_size: int) -> None:
+    """Raises PlanError if another number of ranks has completed its state in the folder."""
+    for mark in _of_other_numbers(folder, world_size, "mark"):
+        number = mark.stem.rpartition("-of-")[2]
+        raise PlanError(
+            f"offload_dir {folder} holds the state of {number.lstrip('0')} rank(s) ({mark.name}), and this run has "
+            f"{world_size}: start as many ranks as then, and to change their number call zc.save there and zc.load "
+            f"here. To start without that state, remove zc-rank*-of-{number}.*"
+        )
 
 
 def _end(fd: int, path: Path, mark: Path, owner: int) -> None:
