@@ -134,8 +134,17 @@ class DiskState:
         return item
 
     def begin_update(self) -> None:
-        self.file.begin_update()
+        self.begin_writes()
         self.num_updates += 1
+
+    def begin_writes(self) -> None:
+        """Call it before any write to the file. A state that lies in another one's place, because the caller has
+        exchanged the two, moves to memory: the other one is written first."""
+        self.file.begin_update()
+        for name, param in self.slices.items():
+            for key, item in list(self.optimizer.state.get(param, {}).items()):
+                if isinstance(item, Tensor) and not self._is_in_place(name, key, item) and self.file.holds(item):
+                    self.optimizer.state[param][key] = item.clone()
 
     def prefetch(self, bucket: int) -> None:
         """Announces the reads of a bucket's update."""
@@ -156,10 +165,16 @@ class DiskState:
                     self.core.say_once(
                         f"offload='disk': the state {key} was not there when the file was made; it stays in memory"
                     )
-                elif item.data_ptr() != place.data_ptr() and item.numel():
+                elif not self._is_in_place(slot.name, key, item) and item.numel():
                     assert state is not None
                     place.copy_(item)
                     state[key] = place
+
+    def _is_in_place(self, name: str, key: str, item: Tensor) -> bool:
+        place = self._place.get((name, key))
+        if place is None or item.data_ptr() != place.data_ptr():
+            return False
+        return item.stride() == place.stride()  # a transposed one is not
 
     def flush(self, prepare: Callable[[], None]) -> None:
         """See `zc.flush_state`. ``prepare`` copies the caller's writes to parameters into the masters."""
@@ -167,7 +182,7 @@ class DiskState:
         (number,) = core.group.max_on_host([secrets.randbits(62) if rank == 0 else 0])
         with core.group.refuse_together():
             prepare()
-            self.file.begin_update()
+            self.begin_writes()
             for bucket in core.plan.buckets:
                 self.move_to_file(bucket.index)
                 if bucket.has_master:
@@ -185,7 +200,7 @@ class DiskState:
                 saved[key] = item
             elif item.dim() == 0:
                 saved[key] = {"value": item.item(), "dtype": str(item.dtype).removeprefix("torch.")}
-            elif (name, key) in self._place and self._place[name, key].data_ptr() == item.data_ptr():
+            elif self._is_in_place(name, key, item):
                 saved[key] = "file"
             else:
                 raise PlanError(f"the state {key} of {name} is not in the file, so it can't be flushed")
@@ -332,6 +347,13 @@ class StateFile:
     def tensor(self, name: str) -> Tensor:
         """[numel], mapped: the system writes its changes to the file at some later time."""
         return self._tensors[name]
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether a tensor lies in the mapped file."""
+        if not self._tensors:
+            return False
+        start = next(iter(self._tensors.values())).data_ptr()
+        return start <= tensor.data_ptr() < start + self.nbytes
 
     def prefetch(self, name: str) -> None:
         """Asks the system to read a region ahead; returns at once."""
