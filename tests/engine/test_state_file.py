@@ -116,3 +116,19 @@ def test_a_truncated_file_and_another_plan_are_refused_and_left_alone(tmp_path: 
         StateFile(tmp_path, 0, 1, place(SIZES), ["plan"])
 
 
+@pytest.mark.parametrize(("before", "now"), [(2, 1), (1, 12)])
+def test_state_of_another_number_of_ranks_is_refused_and_left_alone(before: int, now: int, tmp_path: Path) -> None:
+    """The name of a file has the number of ranks, so a run with another one found none and started afresh."""
+    for rank in range(before):
+        StateFile(tmp_path, rank, before, place(SIZES), ["plan"]).flush({})
+    entries = sorted(tmp_path.iterdir())
+    words = rf"holds the state of {before} rank\(s\) .*and this run has {now}: .* remove zc-rank\*-of-0000{before}"
+    for rank in range(now):
+        with pytest.raises(PlanError, match=words):
+            StateFile(tmp_path, rank, now, place(SIZES), ["plan"])
+    assert sorted(tmp_path.iterdir()) == entries
+    for path in entries:
+        if path.suffix == ".mark":
+            path.unlink()  # as in the next update: nothing to take up, but to mention
+    file = StateFile(tmp_path, 0, now, place(SIZES), ["plan"])
+    assert file.has_earlier and not file.existed and file.mark is None

@@ -112,7 +112,7 @@ class DiskState:
         low, high = group.max_on_host([-number, number])
         if mark is None or -low != high:
             self.file.mark = None
-            if self.file.existed or -low != high:
+            if self.file.has_earlier or -low != high:
                 why = "on some ranks it is not complete" if -low != high else "it is not complete"
                 self.core.say_once(f"offload_dir: {why}, so state of an earlier run in it is not used")
             self.file.begin_update()
@@ -134,8 +134,17 @@ class DiskState:
         return item
 
     def begin_update(self) -> None:
-        self.file.begin_update()
+        self.begin_writes()
         self.num_updates += 1
+
+    def begin_writes(self) -> None:
+        """Call it before any write to the file. A state that lies in another one's place, because the caller has
+        exchanged the two, moves to memory: the other one is written first."""
+        self.file.begin_update()
+        for name, param in self.slices.items():
+            for key, item in list(self.optimizer.state.get(param, {}).items()):
+                if isinstance(item, Tensor) and not self._is_in_place(name, key, item) and self.file.holds(item):
+                    self.optimizer.state[param][key] = item.clone()
 
     def prefetch(self, bucket: int) -> None:
         """Announces the reads of a bucket's update."""
@@ -156,10 +165,16 @@ class DiskState:
                     self.core.say_once(
                         f"offload='disk': the state {key} was not there when the file was made; it stays in memory"
                     )
-                elif item.data_ptr() != place.data_ptr() and item.numel():
+                elif not self._is_in_place(slot.name, key, item) and item.numel():
                     assert state is not None
                     place.copy_(item)
                     state[key] = place
+
+    def _is_in_place(self, name: str, key: str, item: Tensor) -> bool:
+        place = self._place.get((name, key))
+        if place is None or item.data_ptr() != place.data_ptr():
+            return False
+        return item.stride() == place.stride()  # a transposed one is not
 
     def flush(self, prepare: Callable[[], None]) -> None:
         """See `zc.flush_state`. ``prepare`` copies the caller's writes to parameters into the masters."""
@@ -167,7 +182,7 @@ class DiskState:
         (number,) = core.group.max_on_host([secrets.randbits(62) if rank == 0 else 0])
         with core.group.refuse_together():
             prepare()
-            self.file.begin_update()
+            self.begin_writes()
             for bucket in core.plan.buckets:
                 self.move_to_file(bucket.index)
                 if bucket.has_master:
@@ -185,7 +200,7 @@ class DiskState:
                 saved[key] = item
             elif item.dim() == 0:
                 saved[key] = {"value": item.item(), "dtype": str(item.dtype).removeprefix("torch.")}
-            elif (name, key) in self._place and self._place[name, key].data_ptr() == item.data_ptr():
+            elif self._is_in_place(name, key, item):
                 saved[key] = "file"
             else:
                 raise PlanError(f"the state {key} of {name} is not in the file, so it can't be flushed")
@@ -234,12 +249,13 @@ class StateFile:
     Raises:
         PlanError: the folder does not exist, is not writable, or lacks the space (both figures); another process uses
             the file; its size is not what its mark says; it has the state of another plan (names the first line that
-            differs). The folder is then unchanged.
+            differs), or the folder that of another number of ranks. The folder is then unchanged.
     """
 
     def __init__(self, folder: Path, rank: int, world_size: int, regions: Sequence[Region], lines: Sequence[str]):
         if not folder.is_dir():
             raise PlanError(f"offload_dir {folder} is not a folder: make it first, on the disk that is meant")
+        _refuse_other_numbers(folder, world_size)
         self.folder, self._rank, self.path = folder, rank, folder / f"zc-rank{rank:05d}-of-{world_size:05d}.state"
         self.mark_path = self.path.with_suffix(".mark")
         self.regions = {region.name: region for region in regions}
@@ -247,6 +263,7 @@ class StateFile:
         self.nbytes = max(last.offset + last.nbytes if last else 0, 1)  # mmap takes no empty file
         self.lines = [*lines, *(f"{r.name}: {r.numel} {r.dtype} at {r.offset}" for r in regions)]
         self.existed = self.path.exists()
+        self.has_earlier = self.existed or bool(_of_other_numbers(folder, world_size, "state"))
         self._remedy = f"to start without that state, remove {self.path.stem}.*"
         self.mark: dict[str, Any] | None = None
         self._fd = self._open()
@@ -331,6 +348,13 @@ class StateFile:
         """[numel], mapped: the system writes its changes to the file at some later time."""
         return self._tensors[name]
 
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether a tensor lies in the mapped file."""
+        if not self._tensors:
+            return False
+        start = next(iter(self._tensors.values())).data_ptr()
+        return start <= tensor.data_ptr() < start + self.nbytes
+
     def prefetch(self, name: str) -> None:
         """Asks the system to read a region ahead; returns at once."""
         region = self.regions[name]
@@ -364,6 +388,23 @@ class StateFile:
     def _remove_if_new(self) -> None:
         if not self.existed:
             self.path.unlink(missing_ok=True)
+
+
+def _of_other_numbers(folder: Path, world_size: int, suffix: str) -> list[Path]:
+    """The files that another number of ranks has left in the folder."""
+    paths = sorted(folder.glob(f"zc-rank*-of-*.{suffix}"))
+    return [path for path in paths if path.stem.rpartition("-of-")[2] != f"{world_size:05d}"]
+
+
+def _refuse_other_numbers(folder: Path, world_size: int) -> None:
+    """Raises PlanError if another number of ranks has completed its state in the folder."""
+    for mark in _of_other_numbers(folder, world_size, "mark"):
+        number = mark.stem.rpartition("-of-")[2]
+        raise PlanError(
+            f"offload_dir {folder} holds the state of {number.lstrip('0')} rank(s) ({mark.name}), and this run has "
+            f"{world_size}: start as many ranks as then, and to change their number call zc.save there and zc.load "
+            f"here. To start without that state, remove zc-rank*-of-{number}.*"
+        )
 
 
 def _end(fd: int, path: Path, mark: Path, owner: int) -> None:

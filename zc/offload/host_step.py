@@ -187,7 +187,7 @@ class HostStep(Updater):
 
     def take_loaded_state(self, buckets: Sequence[int]) -> None:
         if self.disk is not None:
-            self.disk.file.begin_update()  # state of an earlier run no longer belongs to these masters
+            self.disk.begin_writes()  # state of an earlier run no longer belongs to these masters
             for bucket in buckets:
                 self.disk.move_to_file(bucket)
 
