@@ -10,11 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from harness import run_ranks
+from harness import run_cases, run_ranks
 from models import CASES
 from save_and_load import Job, joined, parts
 from test_reshard import OPTIMIZERS, assert_same
 from test_ways_out_and_in import plain_steps
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -134,6 +135,46 @@ def _whole(rank: int, world_size: int) -> None:
 
 def test_whole_states_and_what_is_refused() -> None:
     run_ranks(_whole, 2)
+
+
+KEPT = [{"stage": 1}, {"stage": 2, "bucket_nbytes": 256}, {"stage": 3}, {"stage": 2, "offload": "cpu"}]
+
+
+def _loads_beside_gradients(rank: int, options: dict[str, Any] | None, with_model: bool) -> dict[str, Tensor]:
+    """The weights after two backwards, each with a load of older states behind it, and a step. DDP without options."""
+    case, full = CASES["mlp"], StateDictOptions(full_state_dict=True)
+    model = case.model(0)
+    optimizer, trained = adamw(model), model
+    if options is None:
+        trained = nn.parallel.DistributedDataParallel(model)
+    else:
+        zc.compile(model, optimizer, backend="eager", **options)
+    states: list[Any] = []
+    for step in range(2):
+        case.loss(trained, case.batch(rank, step, 0)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        states = states or [copy.deepcopy(each) for each in get_state_dict(trained, optimizer, options=full)]
+    for step in (2, 3):
+        case.loss(trained, case.batch(rank, step, 0)).backward()
+        if with_model:
+            given = {"model_state_dict": dict(states[0]), "optim_state_dict": states[1]}
+            set_state_dict(trained, optimizer, **given, options=full)
+        else:
+            set_optimizer_state_dict(trained, optimizer, states[1], options=full)
+    optimizer.step()
+    return dict(model.state_dict()) if options is None else {n: w.clone() for n, w in zc.iter_weights(model)}
+
+
+def _as_ddp(rank: int, world_size: int, options: dict[str, Any], with_model: bool) -> None:
+    wanted = _loads_beside_gradients(rank, None, with_model)
+    for name, weight in _loads_beside_gradients(rank, options, with_model).items():
+        torch.testing.assert_close(weight, wanted[name], rtol=1e-5, atol=1e-6)
+
+
+def test_gradients_that_await_their_step_stay() -> None:
+    """As in DDP. They were dropped in silence, and step() did nothing."""
+    run_cases(_as_ddp, 2, [(options, flag) for options in KEPT for flag in (False, True)])
 
 
 def test_asking_for_first_states_leaves_all_random_generators(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -73,6 +74,62 @@ def test_options_left_out_are_those_of_zc_compile() -> None:
     zc.close(model)
     line, *_ = str(zc.plan(meta_linear(), world_size=4, microbatches=8)).splitlines()
     assert line.endswith("113.2 MB sent per step. Stage 1: 58.7 MB per rank, 25.2 MB sent."), line
+
+
+OPTIONS: dict[str, tuple[str, dict[str, Any], int]] = {  # class, options, tensors of a parameter's size
+    "SGD": ("SGD", {}, 0), "momentum": ("SGD", {"momentum": 0.9}, 1), "AdamW": ("AdamW", {}, 2),
+    "amsgrad": ("Adam", {"amsgrad": True}, 3), "RMSprop": ("RMSprop", {"momentum": 0.9, "centered": True}, 3),
+    "Adagrad": ("Adagrad", {}, 1), "Adafactor": ("Adafactor", {}, 0), "Muon": ("Muon", {}, 1),
+}  # fmt: skip
+
+
+WHERE = [(None, OPTIONS), ("cpu", OPTIONS), ("disk", ("momentum", "amsgrad", "Adagrad"))]
+
+
+@pytest.mark.parametrize(("offload", "name"), [(offload, name) for offload, names in WHERE for name in names])
+def test_a_compiled_model_s_state_is_what_its_optimizer_keeps(offload: str | None, name: str, tmp_path: Path) -> None:
+    """Before any step and after one, with its options; in the lines of host, disk and DDP, too."""
+    cls, options, num = OPTIONS[name]
+    model = nn.Sequential(nn.Linear(32, 64, bias=False), nn.Linear(64, 32, bias=False))
+    optimizer = getattr(torch.optim, cls)(model.parameters(), lr=0.01, **options)
+    where = {"offload": offload, "offload_dir": str(tmp_path)} if offload == "disk" else {"offload": offload}
+    zc.compile(model, optimizer, backend="eager", **where)
+    state = 4 * 4096 * num
+    for _ in range(2):
+        plan = zc.plan(model)
+        group = {None: plan.device, "cpu": plan.host, "disk": plan.disk}[offload]
+        assert group["optimizer_state"] == state, plan
+        assert plan.peers["DDP, fp32"].held == zc.explain(model).summary.ddp_nbytes == 2 * 4 * 4096 + state
+        assert plan.update_nbytes == 4 * 4096 * (3 + 2 * num)
+        mean_square(model, (torch.ones(2, 32), torch.ones(2, 32))).backward()
+        optimizer.step()
+    held = zc.persistent_nbytes(model)["optimizer_state"]
+    assert held == state or (name == "Adafactor" and held == 4 * 2 * (32 + 64)), "sums of rows and columns are left out"
+    zc.close(model)
+
+
+def test_two_optimizers_of_one_class_keep_different_states() -> None:
+    model = nn.Sequential(nn.Linear(32, 64, bias=False), nn.Linear(64, 16, bias=False))
+    pair = [torch.optim.SGD(layer.parameters(), lr=0.1, momentum=m) for layer, m in zip(model, (0.9, 0.0), strict=True)]
+    zc.compile(model, pair, backend="eager")
+    assert zc.plan(model).device["optimizer_state"] == 4 * 32 * 64
+    model[0].weight.requires_grad_(False)
+    model[0].extra = nn.Parameter(torch.ones(4))
+    with pytest.raises(PlanError, match=r"parameter 0\.extra trains since zc\.compile.*zc\.recompile"):
+        zc.plan(model)
+    del model[0].extra
+    zc.close(model)
+
+
+def test_a_name_says_which_options_it_stands_for() -> None:
+    assert "in 1 buckets, SGD without momentum; bytes" in str(zc.plan(meta_linear(), world_size=4, optimizer="SGD"))
+    assert "momentum" not in str(zc.plan(meta_linear(), world_size=4))
+
+
+def test_others_hold_a_float64_model_in_float64() -> None:
+    narrow, wide = (zc.plan(meta_linear().to(dtype), world_size=4).peers for dtype in (FP32, torch.float64))
+    for name in ("DDP, fp32", "FSDP2"):
+        assert wide[name] == (2 * narrow[name].held, 2 * narrow[name].sent)
 
 
 def test_frozen_parameters_are_shards_in_stage_3_and_with_shard_frozen() -> None:

@@ -315,9 +315,10 @@ def _options_of_later(optimizer: Optimizer, group: Mapping[str, Any], lacking: s
 
 
 @torch.no_grad()
-def commit(model: nn.Module, sharded_model: ShardedModel, target: Target) -> None:
+def commit(model: nn.Module, sharded_model: ShardedModel, target: Target, *, drop_gradients: bool = True) -> None:
     """Copies the checked ``target`` into the live state and gathers the weights. Collective."""
-    sharded_model.zero_grad()
+    if drop_gradients:
+        sharded_model.zero_grad()
     sharded_model.runtime.weights.before_writes()
     mine, rest = owned(sharded_model), others(model, sharded_model)
     extra_states: list[tuple[Path, Any]] = []

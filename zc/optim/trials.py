@@ -38,6 +38,7 @@ from zc.errors import PlanError
 from zc.optim.copies import Copies, UncopyableError
 from zc.optim.local import class_of
 from zc.optim.one_rank import one_rank
+from zc.planning.traits import num_states
 
 ROWS, COLUMNS = 54, 256  # three slices of at least 4,096 elements: 8-bit optimizers leave smaller tensors alone
 # Of two shapes first, two of them equal: some optimizers stack what has one shape. One that stacks a group takes one
@@ -306,6 +307,21 @@ def state_keys(optimizer: Optimizer) -> list[str]:
         (updated,) = update_copy(optimizer, group, [value], [[value]], seed=1)
         keys.update({k: None for k, item in updated.state.items() if isinstance(item, Tensor) and item.shape == (2,)})
     return list(keys)
+
+
+def num_kept(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> int:
+    """How many tensors of a matrix's shape the optimizer keeps for it, with the options of ``groups``, the most of any.
+    Sums of rows and columns (Adafactor) are not among them. Where that can't be tried, the table of classes says it."""
+    value, grads = small_data((16, 24), torch.device("cpu"))
+    most = 0
+    for group in groups:
+        try:  # without the state of a parameter, which may be of other dimensions
+            (updated,) = update_copy(optimizer, {**group, "params": []}, [value], [grads[:1]], seed=1)
+        except Exception:  # noqa: BLE001  (whatever it is, the class does not update what is not its own)
+            return num_states(type(optimizer).__name__)
+        kept = [item for item in updated.state.values() if isinstance(item, Tensor) and item.shape == value.shape]
+        most = max(most, len(kept))
+    return most
 
 
 SHAPE = (16, 24, 3, 3, 3)  # its first numbers: of as many dimensions

@@ -14,7 +14,6 @@ from typing import NamedTuple
 import torch
 
 from zc.planning.plan import NUM_HOST_SUMS, Bucket, Encoding, Plan
-from zc.planning.traits import num_states
 
 # In the order of reports; the optimizer's state is its own, and only estimates have it
 KINDS = (
@@ -166,10 +165,10 @@ def in_order(nbytes: Mapping[str, int]) -> dict[str, int]:
     return {kind: nbytes[kind] for kind in KINDS if kind in nbytes}
 
 
-def of_ddp(numel_by_optimizer: Mapping[str, int]) -> int:
-    """Bytes that DDP keeps in fp32 between steps: weights, gradients (views of its buckets), and the whole state of
-    each optimizer."""
-    return sum(numel * 4 * (2 + num_states(name)) for name, numel in numel_by_optimizer.items())
+def of_ddp(plan: Plan, states: Sequence[int]) -> int:
+    """Bytes that DDP keeps between steps in the masters' dtype, fp32 or float64: weights, gradients (views of its
+    buckets), and the whole state of each optimizer. ``states`` as in `resident`."""
+    return sum(s.numel * b.acc_dtype.itemsize * (2 + states[b.optimizer]) for b in plan.buckets for s in b.slots)
 
 
 def resident(plan: Plan, states: Sequence[int]) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:

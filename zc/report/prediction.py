@@ -23,8 +23,10 @@ from zc.checks import check_plan, check_replicas, check_scripts, shardable, trai
 from zc.config import Config, check_count
 from zc.errors import PlanError, megabytes
 from zc.features import RANKS
+from zc.optim.trials import num_kept
 from zc.planning.allocations import copied, heaviest, of_ddp, resident, sent, sent_between_hosts
 from zc.planning.blocks import find_kinds
+from zc.planning.layout import Rule
 from zc.planning.packing import ParamSpec
 from zc.planning.plan import PLACEMENTS, Plan, Topology, flat, usable
 from zc.planning.residency import plan_residency
@@ -77,7 +79,8 @@ def plan(
         world_size: None takes that of the process group.
         ranks_per_host: None counts each rank as a host of its own.
         num_replicas: the first size of a mesh of two dimensions, (replicate, shard), of ``world_size`` ranks.
-        optimizer: class name of a torch optimizer, which decides the size of its state and the layout. For several, a
+        optimizer: class name of a torch optimizer, which decides the size of its state, with default options, and the
+            layout. None takes those that `zc.compile` was given, with their options. For several, a
             dict from parameter names, or patterns of them, to class names; the first pattern that matches counts:
             ``{"embed*": "AdamW", "*norm*": "AdamW", "*.weight": "Muon", "*": "AdamW"}``.
         microbatches: backwards per update, all but the last declared with `zc.no_sync`.
@@ -106,8 +109,6 @@ def plan(
     config = replace(base, **{name: value for name, value in options.items() if value is not None})  # type: ignore[arg-type]
     if world_size is None:
         world_size = _world_size(compiled)
-    if optimizer is None:
-        optimizer = "AdamW" if compiled is None else _optimizers_of(compiled)
     check_count("world_size", world_size, MAX_WORLD_SIZE)
     check_count("microbatches", microbatches)
     check_count("num_replicas", num_replicas)
@@ -128,9 +129,12 @@ def plan(
     params = trainable(model)
     if not params:
         raise PlanError(f"{type(model).__name__} has no trainable parameter (requires_grad is False for all)")
-    classes, owners = _optimizers(params, optimizer)
+    if optimizer is None and compiled is not None:
+        counted, owners = _optimizers_of(compiled, params)
+    else:
+        counted, owners = _optimizers(params, "AdamW" if optimizer is None else optimizer)
     specs = [ParamSpec.of(name, p, config.param_dtype, owners[name]) for name, p in params.items()]
-    rules = [TRAITS[name].rule for name in classes]
+    rules = [each.rule for each in counted]
     hosts = flat(world_size) if ranks_per_host is None else Topology(world_size // ranks_per_host, ranks_per_host)
     topology = _topology_of_replica(hosts, num_replicas, ranks_per_host)
     topology = usable(topology, config.reduce, {s.device.type for s in specs}, RANKS.levels)
@@ -151,7 +155,7 @@ def plan(
         return plan
 
     def estimate_of(stage_plan: Plan) -> Estimate:
-        return estimate(stage_plan, classes, microbatches, config.offload, rates, hosts, frozen)
+        return estimate(stage_plan, counted, microbatches, config.offload, rates, hosts, frozen)
 
     chosen_plan = of_stage(config.stage)
     chosen = estimate_of(chosen_plan)
@@ -183,16 +187,31 @@ def _world_size(compiled: ShardedModel | None) -> int:
     raise PlanError("world_size is not given, and there is no process group: zc.plan(model, world_size=8)")
 
 
-def _optimizers_of(compiled: ShardedModel) -> dict[str, str]:
-    """Class names by parameter, of the optimizers that `zc.compile` was given."""
-    names = [type(each.optimizer).__name__ for each in compiled.optimizers]
-    return {slot.name: names[b.optimizer] for b in compiled.runtime.plan.buckets for slot in b.slots}
+class _Counted(NamedTuple):
+    """What an optimizer requires of the layout, and how many tensors of a parameter's size it keeps. ``assumed``: the
+    options for which that holds, where it was given by name."""
+
+    rule: Rule
+    num_states: int
+    assumed: str = ""
+
+
+def _optimizers_of(
+    compiled: ShardedModel, params: Mapping[str, nn.Parameter]
+) -> tuple[list[_Counted], dict[str, int]]:
+    """The optimizers that `zc.compile` was given, with their options, and which of them each parameter has."""
+    owners = {slot.name: b.optimizer for b in compiled.runtime.plan.buckets for slot in b.slots}
+    for name in params:
+        if name not in owners:
+            raise PlanError(f"parameter {name} trains since zc.compile, which gave it no bucket: call zc.recompile")
+    counted = [_Counted(one.rule, num_kept(one.local, one.optimizer.param_groups)) for one in compiled.optimizers]
+    return counted, owners
 
 
 def _optimizers(
     params: Mapping[str, nn.Parameter], optimizer: str | Mapping[str, str]
-) -> tuple[list[str], dict[str, int]]:
-    """The class names, and which of them each parameter has."""
+) -> tuple[list[_Counted], dict[str, int]]:
+    """The optimizers of these class names, and which of them each parameter has."""
     if not isinstance(optimizer, (str, Mapping)):
         raise TypeError(
             f'optimizer must be a name of a class, "AdamW", or a dict of such by patterns of names, got {optimizer!r}'
@@ -213,7 +232,7 @@ def _optimizers(
                 f'to another one, as in optimizer={{"{name}": "AdamW", ..., "*": "Muon"}}'
             )
         owners[name] = classes.index(by_pattern[pattern])
-    return classes, owners
+    return [_Counted(TRAITS[c].rule, num_states(c), "SGD without momentum" * (c == "SGD")) for c in classes], owners
 
 
 class Peer(NamedTuple):
@@ -250,6 +269,7 @@ class Estimate:
     num_replicas: int = 1
     microbatches: int = 1
     peers: Mapping[str, Peer] = field(default_factory=dict)
+    assumed: str = field(default="", compare=False)  # of options of an optimizer that was given by name
     residency: str = ""  # of sharded weights: what a forward and backward gather and free, in the order of registration
 
     @property
@@ -274,8 +294,9 @@ class Estimate:
         head = f"{ranks}, stage {self.stage}, {batches}{where}: {megabytes(self.device_nbytes)} per rank{ddp}"
         less = self.peers.get("zc, stage 1") if self.microbatches > 1 else None  # which reduces once per update
         hint = "" if less is None else f" Stage 1: {megabytes(less.held)} per rank, {megabytes(less.sent)} sent."
+        assumed = f", {self.assumed}" if self.assumed else ""
         lines = [f"{head}; {megabytes(sum(self.wire.values()))} sent per step.{hint}"]
-        lines.append(f"{self.num_params:,} parameters in {self.num_buckets} buckets; bytes per rank:")
+        lines.append(f"{self.num_params:,} parameters in {self.num_buckets} buckets{assumed}; bytes per rank:")
         groups = {"device": self.device, "host": self.host, "disk": self.disk,
                   "wire, a step": self.wire, "leaves a host": self.host_wire, "bus, a step": self.bus}  # fmt: skip
         for name, group in groups.items():
@@ -293,7 +314,7 @@ class Estimate:
 
 def estimate(
     plan: Plan,
-    optimizers: Sequence[str],
+    optimizers: Sequence[_Counted],
     microbatches: int,
     offload: str | None,
     rates: Mapping[str, float | None],
@@ -302,17 +323,18 @@ def estimate(
 ) -> Estimate:
     """Counts what a plan holds, sends and copies, and the floor of a step.
 
-    ``optimizers``: the class name of each; ``hosts``: where the ranks are; ``frozen_nbytes``: of all frozen parameters.
+    ``hosts``: where the ranks are; ``frozen_nbytes``: of all frozen parameters.
     A rank keeps those whole that are in no bucket.
     """
-    device, host, disk = resident(plan, [num_states(name) for name in optimizers])
+    states = [each.num_states for each in optimizers]
+    device, host, disk = resident(plan, states)
     whole = frozen_nbytes - sum(slot.numel * b.param_dtype.itemsize for b in plan.frozen for slot in b.slots)
     if whole:
         device["frozen"] = device.get("frozen", 0) + whole
     wire, bus = sent(plan, microbatches), copied(plan, microbatches)
     left = sent_between_hosts(plan, microbatches, hosts.ranks_per_host)
     # gradient, master and each state are read, the last two written: 28 bytes an fp32 element with two states
-    update = heaviest(plan.buckets, lambda b: b.acc_dtype.itemsize * (3 + 2 * num_states(optimizers[b.optimizer])))
+    update = heaviest(plan.buckets, lambda b: b.acc_dtype.itemsize * (3 + 2 * states[b.optimizer]))
     memory = rates["host_bandwidth"] if plan.offload is not None else rates["device_bandwidth"]
     parts = {
         "compute": (rates["compute_seconds"], 1.0),
@@ -326,10 +348,6 @@ def estimate(
         parts["disk"] = (2.0 * disk["optimizer_state"], rates["disk_bandwidth"])
     floor = {name: amount / rate for name, (amount, rate) in parts.items() if amount and rate is not None}
     numel = sum(slot.numel for b in plan.buckets for slot in b.slots)
-    by_optimizer: Counter[str] = Counter()
-    for bucket in plan.buckets:
-        by_optimizer[optimizers[bucket.optimizer]] += sum(slot.numel for slot in bucket.slots)
-    width = plan.buckets[0].param_dtype.itemsize
     return Estimate(
         world_size=plan.num_ranks,
         stage=plan.placement.stage,
@@ -346,23 +364,27 @@ def estimate(
         floor_seconds=floor,
         num_replicas=plan.num_replicas,
         microbatches=microbatches,
-        peers=ddp_and_fsdp2(by_optimizer, plan.num_ranks, microbatches, width, frozen_nbytes),
+        peers=ddp_and_fsdp2(plan, states, microbatches, frozen_nbytes),
+        assumed=", ".join(each.assumed for each in optimizers if each.assumed),
     )
 
 
-def ddp_and_fsdp2(
-    numel_by_optimizer: Mapping[str, int], world_size: int, microbatches: int, itemsize: int, frozen_nbytes: int
-) -> dict[str, Peer]:
-    """DDP has fp32 weights, and all-reduces once per step inside no_sync (arXiv:2006.15704). FSDP2 has fp32 shards
-    (arXiv:2304.11277). It gathers weights of ``itemsize`` bytes for each forward and each backward, and reduces as many
-    bytes; what is gathered at one time comes on top. DDP keeps frozen parameters whole, FSDP2 shards and gathers them.
+def ddp_and_fsdp2(plan: Plan, states: Sequence[int], microbatches: int, frozen_nbytes: int) -> dict[str, Peer]:
+    """DDP has fp32 weights, float64 ones of a float64 model, and all-reduces once per step inside no_sync
+    (arXiv:2006.15704). FSDP2 has shards of the same dtype (arXiv:2304.11277). It gathers weights in ``param_dtype`` for
+    each forward and each backward, and reduces as many bytes; what is gathered at one time comes on top. DDP keeps
+    frozen parameters whole, FSDP2 shards and gathers them. ``states`` as in `resident`.
     """
-    numel, whole = sum(numel_by_optimizer.values()), of_ddp(numel_by_optimizer) + frozen_nbytes
-    once = numel * (world_size - 1) // world_size
+    world_size, whole = plan.num_ranks, of_ddp(plan, states) + frozen_nbytes
+    numel: Counter[tuple[int, int]] = Counter()  # by bytes of an element: of masters, of weights
+    for b in plan.buckets:
+        numel[b.acc_dtype.itemsize, b.param_dtype.itemsize] += sum(slot.numel for slot in b.slots)
+    once = {widths: n * (world_size - 1) // world_size for widths, n in numel.items()}
+    masters, weights = (sum(n * widths[k] for widths, n in once.items()) for k in (0, 1))
     frozen = 2 * microbatches * (frozen_nbytes * (world_size - 1) // world_size)
     return {
-        "DDP, fp32": Peer(whole, 2 * once * 4),
-        "FSDP2": Peer(-(-whole // world_size), 3 * microbatches * once * itemsize + frozen),
+        "DDP, fp32": Peer(whole, 2 * masters),
+        "FSDP2": Peer(-(-whole // world_size), 3 * microbatches * weights + frozen),
     }
 
 

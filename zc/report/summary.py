@@ -10,6 +10,7 @@ from torch import fx
 from zc import torch_private
 from zc.engine.program import Program
 from zc.errors import megabytes
+from zc.optim.trials import num_kept
 from zc.planning.allocations import of_ddp
 from zc.planning.plan import Plan
 from zc.registry import persistent_nbytes, sharded
@@ -75,10 +76,7 @@ def is_proved(program: Program) -> bool:
 
 def summarize(model: nn.Module) -> Summary:
     runtime, optimizers = sharded(model).runtime, sharded(model).optimizers
-    numel: dict[str, int] = {}
-    for bucket in runtime.plan.buckets:
-        name = type(optimizers[bucket.optimizer].optimizer).__name__
-        numel[name] = numel.get(name, 0) + sum(slot.numel for slot in bucket.slots)
+    states = [num_kept(each.local, each.optimizer.param_groups) for each in optimizers]
     programs = schedules(runtime)
     unproved = sum(not is_proved(program) for program in programs)
     expected = {torch_private.SKIPPED} if runtime.plan.kinds else set()
@@ -93,7 +91,7 @@ def summarize(model: nn.Module) -> Summary:
     last = runtime.ledger.last
     return Summary(
         nbytes=sum(persistent_nbytes(model).values()),
-        ddp_nbytes=of_ddp(numel) + sum(param.nbytes for param in runtime.frozen.values()),
+        ddp_nbytes=of_ddp(runtime.plan, states) + sum(param.nbytes for param in runtime.frozen.values()),
         nbytes_sent=sum(last.nbytes_sent.values()),
         exposed_s=last.exposed_s,
         num_recompiles=sum(not graph.endswith("/0") for graph in runtime.ledger.graphs),
