@@ -124,8 +124,9 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
             keeps its shard, in their own dtype, and a bucket is gathered while it is read. Trainable parameters stay
             whole on every rank. For adapters (LoRA) on a large backbone, of which a rank keeps 2 / W bytes per bf16
             parameter. Stage 3 does so in any case.
-        weight_nbytes: the most bytes of gathered weights at any time. None: room for the largest sharded bucket and for
-            the next one. With more, buckets stay from the forward to the backward, and are gathered once less.
+        weight_nbytes: the most bytes of gathered weights at any time, unless one operation reads more together, which a
+            note says. None: room for the largest sharded bucket and for the next one. With more, buckets stay from the
+            forward to the backward, and are gathered once less.
         device: stage 3: where parameters and buffers go that are on the meta device. `load_pretrained`, `load` or
             `initialize` brings their values, and no rank ever holds the whole model. Optimizers may be made before.
 

@@ -25,6 +25,7 @@ from models import mean_square, mlp, vectors
 from oracle import weights
 from tiers import FULL, full_only
 from torch import nn
+from torch.distributed.checkpoint import state_dict as stock
 from torch.distributed.device_mesh import init_device_mesh
 from training_runs import adamw, environment, message_of
 
@@ -208,6 +209,30 @@ def _group_of_the_callers(rank: int, world_size: int) -> None:
 
 def test_groups_of_the_caller_are_named_alike() -> None:
     run_ranks(_group_of_the_callers, 2)
+
+
+def _without_default_group(rank: int, world_size: int, folder: str) -> list[tuple[str, str]]:
+    """Job: the program has destroyed the default group, and makes another one later."""
+    model, optimizer = trained(rank)
+    dist.destroy_process_group()
+    said = [
+        message_of(lambda: zc.save(f"{folder}/early", model, optimizer)),
+        message_of(lambda: zc.full_optimizer_state(model, optimizer)),
+        message_of(lambda: stock.get_optimizer_state_dict(model, optimizer)),
+        message_of(lambda: zc.load(f"{folder}/early", model, optimizer)),
+    ]
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
+    zc.save(f"{folder}/late", model, optimizer)
+    zc.load(f"{folder}/late", model, optimizer)
+    zc.full_optimizer_state(model, optimizer)
+    return said
+
+
+def test_a_destroyed_default_group_is_named_with_the_way_out(tmp_path: Path) -> None:
+    for said in run_ranks(_without_default_group, 2, str(tmp_path)):
+        for name, text in said:
+            assert name == "ZcError" and "has destroyed the default process group" in text, said
+            assert "init_process_group again" in text, said
 
 
 def _saved_whole(rank: int, world_size: int, folder: str, backend: str) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import warnings
 from contextlib import nullcontext
 
 import pytest
@@ -148,6 +149,29 @@ def test_a_cap_that_is_too_small_is_refused_with_the_smallest_one() -> None:
     with pytest.raises(zc.PlanError, match="at least weight_nbytes=2048 is needed"):
         zc.compile(net, torch.optim.SGD(net.parameters()), stage=3, bucket_nbytes=2048, weight_nbytes=1024)
     assert net.tokens.weight.norm() > 0
+
+
+def test_a_use_that_reads_more_than_the_cap_gets_what_it_reads() -> None:
+    """A matmul reads a weight of 1,024 bytes and a bias in a bucket of 1,152; the cap holds either."""
+    weights = []
+    for options in ({"stage": 2}, {"stage": 3, "weight_nbytes": 1200}):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh(), nn.Linear(DIM, DIM), nn.Tanh(), nn.Linear(DIM, 4))
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        zc.compile(net, optimizer, backend="aot_eager", bucket_nbytes=1100, **options)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for update in range(3):
+                net(torch.randn(2, DIM, generator=seeded(update))).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        weights.append(zc.full_state_dict(net))
+    assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
+    said = [str(one.message) for one in caught if "weight_nbytes" in str(one.message)]
+    assert len(said) == 1 and "weight_nbytes=1200 is too small" in said[0] and "weight_nbytes=2176" in said[0]
+    assert "buckets 1 (2.weight, ...), 2 (0.weight, ...) together" in said[0]
+    assert said[0].removeprefix("zc: ") in str(zc.explain(net))
 
 
 def thawed_and_frozen(net: nn.Module, optimizer: torch.optim.Optimizer, compiled: bool) -> None:

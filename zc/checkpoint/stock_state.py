@@ -121,7 +121,7 @@ def _sharded_model(model: nn.Module, optimizers: Sequence[Optimizer], options: A
 def _from_rank_0(sharded_model: ShardedModel, value: Any) -> Any:
     values, group = [value], sharded_model.runtime.group
     if group.world_size > 1:
-        send = partial(dist.broadcast_object_list, values, group_src=0, group=group.control)
+        send = partial(dist.broadcast_object_list, values, group_src=0, group=group.object_group)
         group.call("sending the whole optimizer state", send)
     return values[0]
 

@@ -92,14 +92,14 @@ def _gather(
         everyone: list[Any] = [(own.start, own.numel, list(mine))]
         if group.world_size > 1:
             everyone = everyone * group.world_size
-            dist.all_gather_object(everyone, (own.start, own.numel, list(mine)), group=group.control)
+            dist.all_gather_object(everyone, (own.start, own.numel, list(mine)), group=group.object_group)
         keys: list[str] = next((keys for _, numel, keys in everyone if numel and keys), [])
         for key in keys:
             local = change_each(_sent, key, mine.get(key))
             parts: list[Any] | None = [local] if group.world_size == 1 else None
             if group.world_size > 1:
                 parts = [None] * group.world_size if rank == 0 else None
-                dist.gather_object(local, parts, group_dst=0, group=group.control)
+                dist.gather_object(local, parts, group_dst=0, group=group.object_group)
             if parts is None:
                 continue
             have = [(start, part) for (start, numel, _), part in zip(everyone, parts, strict=True) if numel]

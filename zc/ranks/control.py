@@ -183,6 +183,23 @@ class Control(Exchanges):
         return group
 
     @property
+    def object_group(self) -> dist.ProcessGroup | None:
+        """`control`, for torch's exchanges of objects."""
+        self.check_default_group()
+        return self.control
+
+    def check_default_group(self) -> None:
+        """Raises ZcError if the program has destroyed the default group: torch then sends objects in no other one, and
+        makes none."""
+        if not dist.is_initialized():
+            raise ZcError(
+                "the program has destroyed the default process group (torch.distributed.destroy_process_group()), "
+                f"without which torch sends no objects between the {self.world_size} ranks of this model and makes no "
+                "groups: save, load and read whole states before that, or call init_process_group again with as many "
+                "ranks"
+            )
+
+    @property
     def can_exchange(self) -> bool:
         """Whether an exchange can complete: there are other ranks, not closed, and none is known to be lost."""
         return self.control is not None and (self.journal is None or not self.journal.has_failed)
@@ -211,7 +228,8 @@ class Control(Exchanges):
         if self.world_size == 1:
             return [value]
         values: list[Any] = [None] * self.world_size
-        self.call(text, lambda: dist.all_gather_object(values, value, group=self.control))
+        group = self.object_group
+        self.call(text, lambda: dist.all_gather_object(values, value, group=group))
         return values
 
     def new_group(
@@ -230,6 +248,7 @@ class Control(Exchanges):
         calling thread's device. Any other is made where ``device``, that of its tensors, is the current one.
         """
         assert self._process_groups is not None, "one rank needs no group"
+        self.check_default_group()
         new = partial(self._process_groups.new, backend, timeout, device=device, **options)
         group: dist.ProcessGroup = new() if backend == "nccl" else self.call(text, new, device)
         return group

@@ -24,6 +24,7 @@ comes.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -33,7 +34,7 @@ from zc.engine.core import Core, Part
 from zc.engine.program import Program
 from zc.planning.layout import ALIGN_NBYTES, align_up
 from zc.planning.plan import Plan
-from zc.planning.residency import Extent, Residency, Uses, plan_residency
+from zc.planning.residency import Extent, Residency, Uses, plan_residency, smallest_cap
 from zc.schedule.buffer import Buffer
 from zc.schedule.nodes import put
 from zc.schedule.spec import FreeWeights, ReadWeights, gather_node
@@ -79,6 +80,7 @@ class WeightUses(Part):
         self._planned: PlannedPass | None = None  # the pass that runs
         self._position = 0  # in its uses
         self._walk: PlannedPass | None = None  # `each_once`
+        self._most_said = 0  # bytes of weights that a note has said code reads together
         self.num_changes = 0  # times that somebody may have taken the arena, or the weights may have changed
 
     @property
@@ -147,11 +149,31 @@ class WeightUses(Part):
         program = self.core.build(weights_graph(plan, residency), plan, name=name, prefix=PREFIX)
         return PlannedPass(uses, residency, program)
 
+    def _with_room(self, uses: Uses) -> Plan:
+        """The plan, with a larger ``weight_nbytes`` where a use reads more than that. How much one reads together is
+        known when Dynamo has made its graph, in any step of the run and on one rank perhaps."""
+        core, plan = self.core, self.core.plan
+        nbytes = {bucket.index: bucket.nbytes for bucket in plan.sharded}
+        least = smallest_cap(uses, nbytes)
+        if least <= plan.weight_cap:
+            return plan
+        if least > self._most_said:
+            self._most_said = least
+            largest = next(use for use in uses if smallest_cap([use], nbytes) == least)
+            names = ", ".join(f"{index} ({plan.bucket(index).slots[0].name}, ...)" for index in largest)
+            core.say_once(
+                f"weight_nbytes={plan.weight_cap} is too small for code that reads buckets {names} together: a pass "
+                f"that does so gets the {least} bytes that they need. Give weight_nbytes={least}, or a smaller "
+                "bucket_nbytes"
+            )
+        return replace(plan, weight_nbytes=least)
+
     def _start(self, uses: Uses) -> PlannedPass:
         core = self.core
         self.num_changes += 1
         if uses not in self._known:
-            self._known[uses] = self._plan(f"weights_{len(self._known)}", uses, core.plan, core.plan.weight_cap)
+            plan = self._with_room(uses)
+            self._known[uses] = self._plan(f"weights_{len(self._known)}", uses, plan, plan.weight_cap)
         self._planned, self._position = self._known[uses], 0
         with torch.inference_mode(False):
             core.buffers.make_arena(self._planned.residency.nbytes)
