@@ -88,6 +88,7 @@ def check_model(model: nn.Module) -> dict[str, nn.Parameter]:
     _check_sparse(model)
     _check_devices(params)
     _check_storages(params)
+    _check_expanded(model)
     return params
 
 
@@ -196,6 +197,19 @@ def _check_storages(params: dict[str, nn.Parameter]) -> None:
                     f"{low}:{high}); tie weights by assigning the same Parameter to both modules"
                 )
         spans[storage].append((low, high, name))
+
+
+def _check_expanded(model: nn.Module) -> None:
+    """Raises PlanError for a buffer into which no rank can copy rank 0's values."""
+    own = left_to_ranks(model)
+    for name, buffer in model.named_buffers():
+        if name in own or buffer.layout != torch.strided or buffer.is_nested or buffer.is_meta or not buffer.numel():
+            continue
+        if any(n > 1 and s == 0 for n, s in zip(buffer.shape, buffer.stride(), strict=True)):
+            raise PlanError(
+                f"buffer {name} {tuple(buffer.shape)} was made by expand: its strides are {buffer.stride()}, so "
+                "several elements are one place in memory, which can't be written. Give it its own memory by .clone()"
+            )
 
 
 def shardable(model: nn.Module, params: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:

@@ -77,3 +77,44 @@ def test_a_file_that_does_not_fit_changes_nothing(file: str, content: Any, words
     with pytest.raises(CheckpointError, match=words):
         zc.load_universal(tmp_path, model, optimizer)
     torch.testing.assert_close(dict(model.named_parameters()), before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("pattern", "words"), [
+    ("*/step.pt", r"zero/0\.weight/step\.pt is not there, and AdamW keeps it"),
+    ("2.weight/exp_avg.pt", r"zero/2\.weight/exp_avg\.pt is not there, and AdamW keeps it"),
+    ("2.bias/[!f]*.pt", r"zero/2\.bias/exp_avg\.pt is not there"),
+])  # fmt: skip
+def test_a_state_that_is_not_there_changes_nothing(pattern: str, words: str, tmp_path: Path) -> None:
+    """The next step() raised KeyError, with the weights replaced."""
+    shutil.copytree(FOLDER / "zero", tmp_path / "zero")
+    for file in (tmp_path / "zero").glob(pattern):
+        file.unlink()
+    model = maker().make_model()
+    before = {name: param.detach().clone() for name, param in model.named_parameters()}
+    model, optimizer = zc.compile(model, torch.optim.AdamW(model.parameters()), backend="eager")
+    with pytest.raises(CheckpointError, match=words):
+        zc.load_universal(tmp_path, model, optimizer)
+    torch.testing.assert_close(dict(model.named_parameters()), before, rtol=0, atol=0)
+    assert not optimizer.state
+
+
+def test_a_state_that_only_some_parameters_have_is_not_loaded(tmp_path: Path) -> None:
+    """Of a class that can't be tried they are compared with each other. Weights alone load for any class."""
+
+    class Untried(torch.optim.AdamW):
+        def step(self, closure: Any = None) -> Any:
+            if self.param_groups[0]["params"][0].shape == (16, 24):
+                raise TypeError
+            return super().step(closure)
+
+    shutil.copytree(FOLDER / "zero", tmp_path / "zero")
+    (tmp_path / "zero/2.weight/exp_avg_sq.pt").unlink()
+    model = maker().make_model()
+    model, optimizer = zc.compile(model, Untried(model.parameters()), backend="eager")
+    with pytest.raises(CheckpointError, match=r"2\.weight/exp_avg_sq\.pt is not there, and Untried has it for other"):
+        zc.load_universal(tmp_path, model, optimizer)
+    for file in (tmp_path / "zero").glob("*/[!f]*.pt"):
+        file.unlink()
+    zc.load_universal(tmp_path, model, optimizer)
+    wanted = torch.load(tmp_path / "zero/2.weight/fp32.pt", weights_only=True)["param"]
+    assert torch.equal(model[2].weight, wanted.view_as(model[2].weight)) and not optimizer.state

@@ -88,5 +88,35 @@ def loaded_again(rank: int, world_size: int, folder: Path) -> bool:
     return all(torch.equal(value, net.state_dict()[name]) for name, value in other.state_dict().items())
 
 
+KINDS = {
+    "c64": torch.tensor([1 + 2j, -3j], dtype=torch.complex64), "u16": torch.tensor([1, 65535], dtype=torch.uint16),
+    "u32": torch.tensor([1, 2**32 - 1], dtype=torch.uint32), "u64": torch.tensor([1, 2**63 - 1], dtype=torch.uint64),
+    "e4m3": torch.tensor([1.0, -2.5]).to(torch.float8_e4m3fnuz), "e5m2": torch.tensor([1.0]).to(torch.float8_e5m2fnuz),
+}  # fmt: skip
+
+
+def with_buffers(buffers: dict[str, torch.Tensor]) -> torch.nn.Module:
+    net = torch.nn.Linear(4, 4)
+    for name, value in buffers.items():
+        net.register_buffer(name, value.clone())
+    zc.compile(net, torch.optim.SGD(net.parameters(), lr=0.1), backend="eager")
+    return net
+
+
+def test_every_dtype_that_export_writes_is_read_again(tmp_path: Path) -> None:
+    net = with_buffers(KINDS)
+    zc.export(tmp_path, net)
+    other = with_buffers({name: torch.zeros_like(value) for name, value in KINDS.items()})
+    zc.load_pretrained(other, tmp_path)
+    for name, value in net.state_dict().items():
+        loaded = other.state_dict()[name]
+        assert loaded.dtype == value.dtype and loaded.view(torch.uint8).equal(value.view(torch.uint8)), name
+    whole = with_buffers({**KINDS, "c64": torch.zeros(2, dtype=torch.int64)})
+    with pytest.raises(zc.CheckpointError, match=r"c64 is torch\.complex64, the model's is torch\.int64"):
+        zc.load_pretrained(whole, tmp_path)
+    for each in (net, other, whole):
+        zc.close(each)
+
+
 def test_load_pretrained_reads_it(tmp_path: Path) -> None:
     assert run_ranks(loaded_again, 2, tmp_path / "model") == [True, True]

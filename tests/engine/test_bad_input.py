@@ -238,3 +238,20 @@ def test_a_parameter_of_another_compiled_model_is_named() -> None:
     second = nn.Sequential(first[0], nn.Tanh())
     with pytest.raises(zc.PlanError, match="weight is one of another model, Sequential, that zc has compiled"):
         zc.compile(second, torch.optim.SGD(second.parameters(), lr=0.1), backend="eager")
+
+
+@pytest.mark.parametrize("shape", [(4,), (3, 4)])
+def test_an_expanded_buffer_is_refused_by_name(shape: tuple[int, ...]) -> None:
+    """torch's error named no buffer, and came when hooks were in place. Dimensions of one element do no harm."""
+    model = torch.nn.Linear(4, 4)
+    model.register_buffer("mask", torch.ones((*shape[:-1], 1)).expand(shape))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = {name: param.data_ptr() for name, param in model.named_parameters()}
+    with pytest.raises(zc.PlanError, match=r"buffer mask \(.*4,?\) was made by expand: its strides .* by \.clone\(\)"):
+        zc.compile(model, optimizer, backend="eager")
+    assert before == {name: param.data_ptr() for name, param in model.named_parameters()}
+    model.mask = model.mask.clone()
+    model.register_buffer("one", torch.ones(1).expand(1, 1))
+    model.register_buffer("none", torch.ones(1, 0).expand(4, 0))
+    zc.compile(model, optimizer, backend="eager")
+    zc.close(model)

@@ -7,7 +7,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,9 +23,11 @@ from zc.checkpoint.state import Owned, groups_of, synchronized, trained
 from zc.checkpoint.target import Stored, Target, add_model, add_optimizers, check_groups, commit, refuse_other_model
 from zc.errors import CheckpointError
 from zc.optim.assignment import Optimizers
+from zc.optim.trials import SHAPE, small_data, update_copy
 
 if TYPE_CHECKING:
     from zc.optim.model import ShardedModel
+    from zc.optim.optimizer import ShardedOptimizer
 
 
 def load_universal(path: str | Path, model: nn.Module, optimizer: Optimizers) -> None:
@@ -34,8 +38,8 @@ def load_universal(path: str | Path, model: nn.Module, optimizer: Optimizers) ->
     files, one after the other, and keeps its own elements.
 
     Raises:
-        CheckpointError: a parameter is missing, extra or of another size, or reading a file would run code from it.
-            Nothing is changed.
+        CheckpointError: a parameter is missing, extra or of another size, lacks a state that the optimizer keeps or
+            other parameters have, or reading a file would run code from it. Nothing is changed.
         RankMismatchError: ranks gave other paths, or see other files or step counts there. Nothing is changed.
     """
     sharded_model = synchronized(model, optimizer)
@@ -78,6 +82,7 @@ def _target(path: Path, model: nn.Module, sharded_model: ShardedModel) -> tuple[
             content = f"the number {value.item()}" if isinstance(value, Tensor) else f"{file.stat().st_size} bytes"
             files.append(f"{file.relative_to(folder)} with {content}")
             entries[("model", name) if file.stem == "fp32" else ("optimizer", "state", name, file.stem)] = value
+    _check_states(folder, mine, {path[2:] for path in entries if path[0] == "optimizer"})
     target = Target(str(path))
     add_model(target, model, sharded_model, entries)
     add_optimizers(target, sharded_model, sharded_model.optimizers, entries)
@@ -87,6 +92,36 @@ def _target(path: Path, model: nn.Module, sharded_model: ShardedModel) -> tuple[
             target.add(("optimizer", "param_groups", number, option), value)
     check_groups(sharded_model, target)
     return target, files
+
+
+def _check_states(folder: Path, mine: Mapping[str, Owned], there: Collection[tuple[str, str]]) -> None:
+    """Raises CheckpointError, where ``there`` are states at all, for the first that a parameter lacks: its optimizer
+    keeps it, or another parameter of that optimizer and of as many dimensions has it. ``there``: names and keys."""
+    alike: dict[tuple[ShardedOptimizer, int], dict[str, None]] = {}
+    for name, own in mine.items() if there else ():
+        if own.optimizer is not None:
+            alike.setdefault((own.optimizer, len(own.slot.shape)), {})[name] = None
+    for (one, num_dims), names in alike.items():
+        kept = _keys_kept(one, num_dims)
+        for key in sorted(kept | {key for name, key in there if name in names}):
+            for name in names:
+                if (name, key) not in there:
+                    why = "keeps it" if key in kept else "has it for other parameters here"
+                    raise CheckpointError(
+                        f"{folder / name / key}.pt is not there, and {type(one.optimizer).__name__} {why}. Export the "
+                        "checkpoint again; with fp32.pt alone, for every parameter, the optimizer starts afresh"
+                    )
+
+
+def _keys_kept(one: ShardedOptimizer, num_dims: int) -> set[str]:
+    """What the optimizer keeps for a parameter of so many dimensions, in whichever group. Nothing, if untried."""
+    value, grads = small_data(SHAPE[:num_dims], torch.device("cpu"))
+    kept: list[set[str]] = []
+    for group in one.optimizer.param_groups:
+        with contextlib.suppress(Exception):  # it takes other shapes
+            (updated,) = update_copy(one.local, {**group, "params": []}, [value], [grads[:1]], seed=1)
+            kept.append({str(key) for key, item in updated.state.items() if item is not None and key != ""})
+    return set.intersection(*kept) if kept else set()
 
 
 def _read(file: Path) -> Any:

@@ -265,8 +265,13 @@ def check_tensor(where: str, name: str, value: Any, shape: tuple[int, ...], dtyp
     dtype, as in ``load_state_dict``."""
     if _shape_of(value) != tuple(shape):
         raise CheckpointError(f"{where}: {name} has shape {_shape_of(value)}, the model's is {tuple(shape)}")
-    if isinstance(value, Stored) and value.dtype.is_floating_point != dtype.is_floating_point:
+    if isinstance(value, Stored) and _kind_of(value.dtype) != _kind_of(dtype):
         raise CheckpointError(f"{where}: {name} is {value.dtype}, the model's is {dtype}")
+
+
+def _kind_of(dtype: torch.dtype) -> str:
+    """Between dtypes of one kind values may be cast."""
+    return "complex" if dtype.is_complex else "floating point" if dtype.is_floating_point else "whole number"
 
 
 def check_values(sharded_model: ShardedModel, target: Target) -> None:
