@@ -144,6 +144,32 @@ def test_a_closed_model_is_a_plain_module(backend: str, options: dict[str, Any])
     run_ranks(_plain_again, 2, backend, options)
 
 
+def _keeps_its_optimizer(rank: int, world_size: int, backend: str, options: dict[str, Any]) -> tuple[int, int]:
+    """Job: how many masters and states there were, and are left of a closed model whose optimizer a scheduler keeps."""
+    model, optimizer = trained(rank, 2, backend=backend, **options)
+    kept_step, scheduler = optimizer.step, torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    one = zc.registry.sharded(model).optimizers[0]
+    items = [item for state in one.local.state.values() for item in state.values()]
+    alive = [weakref.ref(tensor) for tensor in (*one.slices.values(), *items)]
+    del one, items
+    zc.close(model)
+    gc.collect()
+    for step in (optimizer.step, kept_step):
+        with pytest.raises(zc.ZcError, match="make a new optimizer"):
+            step()
+    scheduler.step()
+    assert set(optimizer.state_dict()) == {"state", "param_groups"}, "no mark of zc's"
+    return len(alive), sum(reference() is not None for reference in alive)
+
+
+@pytest.mark.parametrize(
+    ("backend", "options"), [("aot_eager", {}), ("eager", {"stage": 3}), ("eager", {"offload": "cpu"})], ids=str
+)
+def test_a_closed_model_leaves_no_memory_in_an_optimizer_that_is_kept(backend: str, options: dict[str, Any]) -> None:
+    for before, after in run_ranks(_keeps_its_optimizer, 2, backend, options):
+        assert before >= 8 and not after
+
+
 def _after_a_failure(rank: int, world_size: int) -> str:
     """Job: rank 1 has left the loop; what rank 0 is told. Its close returns."""
     before = threads_of_zc()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import os
 import shutil
 import warnings
@@ -273,6 +274,40 @@ def test_state_that_was_loaded_moves_to_the_file_and_new_state_is_announced(tmp_
     assert any("the state max_exp_avg_sq was not there when the file was made" in str(w.message) for w in caught)
     with pytest.raises(PlanError, match=r"the state max_exp_avg_sq of .* is not in the file"):
         zc.flush_state(model)
+
+
+def worker_of_a_loader(ends: Any) -> None:
+    ends.wait(60)
+
+
+@pytest.mark.parametrize("flushes", [False, True])
+def test_a_closed_model_gives_its_folder_up(flushes: bool, tmp_path: Path) -> None:
+    """The file stayed mapped and locked while the optimizer lived: a scheduler has it. So did its lock while a forked
+    worker did, which has the descriptor."""
+    model, optimizer = build(offload="disk", offload_dir=tmp_path)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    train(model, optimizer, 0, range(2))
+    held = next(iter(optimizer.state.values()))["exp_avg"]
+    before = held.clone()
+    if flushes:
+        zc.flush_state(model)
+    fork = multiprocessing.get_context("fork")
+    ends = fork.Event()
+    worker = fork.Process(target=worker_of_a_loader, args=(ends,))
+    worker.start()
+    zc.close(model)
+    assert {path.suffix for path in tmp_path.iterdir()} == ({".mark", ".state"} if flushes else set())
+    assert scheduler.optimizer is optimizer and torch.equal(held, before), "what the caller holds stays readable"
+    del held
+    if os.path.isfile("/proc/self/maps"):
+        gc.collect()
+        assert str(tmp_path) not in Path("/proc/self/maps").read_text()
+    again = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    zc.compile(model, again, backend="eager", bucket_nbytes=1500, offload="disk", offload_dir=tmp_path)
+    assert len(again.state) == (4 if flushes else 0)
+    train(model, again, 0, range(2, 3))
+    ends.set()
+    worker.join()
 
 
 def exchange_states(model: nn.Module, optimizer: torch.optim.Optimizer, how: str) -> None:

@@ -90,6 +90,26 @@ def test_one_run_a_folder_and_nothing_is_left_of_one_that_just_ends(tmp_path: Pa
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("is_flushed", [False, True])
+@pytest.mark.parametrize("how", ["close", "discard"])
+def test_a_file_that_was_given_up_can_be_opened_again(how: str, is_flushed: bool, tmp_path: Path) -> None:
+    """While somebody has a tensor of its mapping, and a forked worker its descriptor."""
+    file = StateFile(tmp_path, 0, 1, place(SIZES), ["plan"])
+    if is_flushed:
+        file.flush({})
+        file.close()
+        file = StateFile(tmp_path, 0, 1, place(SIZES), ["plan"])
+    held = file.tensor("0/a")
+    worker = os.dup(file._fd)
+    getattr(file, how)()
+    assert len(list(tmp_path.iterdir())) == (2 if is_flushed else 0)
+    again = StateFile(tmp_path, 0, 1, place(SIZES), ["plan"])
+    assert (again.mark is not None) == is_flushed and float(held.sum()) == 0.0
+    del file, held  # the end of what was given up is over
+    assert again.path.exists()
+    os.close(worker)
+
+
 def flushed(folder: Path) -> StateFile:
     """A folder with a finished run's state."""
     file = StateFile(folder, 0, 1, place(SIZES), ["plan", "weight (3, 4) at 0 of bucket 0"])

@@ -197,7 +197,7 @@ def _bare(name: str, wanted: Collection[str]) -> str:
 
 
 def install_marks(sharded_model: ShardedModel) -> None:
-    """Registers hooks on the caller's optimizers, for as long as these live."""
+    """Registers hooks on the caller's optimizers."""
     for one in sharded_model.optimizers:
         _install(sharded_model, one)
 
@@ -228,8 +228,8 @@ def _install(sharded_model: ShardedModel, one: ShardedOptimizer) -> None:
                 journal.enter(LOADED, int(is_accepted))
         return fitting
 
-    one.optimizer.register_state_dict_post_hook(mark)
-    one.optimizer.register_load_state_dict_pre_hook(take)
+    one.hooks.append(one.optimizer.register_state_dict_post_hook(mark))
+    one.hooks.append(one.optimizer.register_load_state_dict_pre_hook(take))
 
 
 def _fitting(sharded_model: ShardedModel, one: ShardedOptimizer, state: dict[str, Any]) -> dict[str, Any] | None:

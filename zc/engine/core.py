@@ -141,6 +141,9 @@ class Updater:
         """See `zc.flush_state`."""
         raise PlanError("zc.flush_state is for offload='disk', and this model was compiled without")
 
+    def close(self) -> None:
+        """See `zc.close`: releases what it has of its own."""
+
 
 class Core:
     """Made by `zc.compile`; `zc.recompile` gives its `buffers` a larger plan."""

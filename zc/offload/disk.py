@@ -193,6 +193,11 @@ class DiskState:
             facts = {"flush": number, "num_updates": self.num_updates, "weights": weights}
             self.file.flush({**facts, "state": {name: items for name, items in state.items() if items}})
 
+    def close(self) -> None:
+        """See `StateFile.close`."""
+        self._place.clear()
+        self.file.close()
+
     def _items_of(self, name: str, param: nn.Parameter) -> dict[str, Any]:
         saved: dict[str, Any] = {}
         for key, item in self.optimizer.state.get(param, {}).items():
@@ -278,7 +283,7 @@ class StateFile:
             raise
         self._tensors = {r.name: torch.frombuffer(self._map, dtype=r.dtype, count=r.numel, offset=r.offset)
                          for r in regions}  # fmt: skip
-        # a run that ends without a flush removes its file; a killed one leaves a file without a mark
+        # a run that ends, or is closed, without a flush removes its file; a killed one leaves a file without a mark
         self._end = weakref.finalize(self, _end, self._fd, self.path, self.mark_path, os.getpid())
 
     def _open(self) -> int:
@@ -378,12 +383,18 @@ class StateFile:
         os.replace(new, self.mark_path)
         sync_folder(self.folder)
 
+    def close(self) -> None:
+        """Gives the file up, so that another model may open it. The mapping itself ends with the last tensor in it."""
+        self._end()
+        self._tensors.clear()
+        del self._map
+
     def discard(self) -> None:
         """Restores the folder, because the plan was refused elsewhere."""
         self._remove_if_new()
         self._end.detach()
         self._tensors.clear()
-        os.close(self._fd)
+        _unlock_and_close(self._fd)
 
     def _remove_if_new(self) -> None:
         if not self.existed:
@@ -412,6 +423,13 @@ def _end(fd: int, path: Path, mark: Path, owner: int) -> None:
         return
     if not mark.exists():
         path.unlink(missing_ok=True)
+    _unlock_and_close(fd)
+
+
+def _unlock_and_close(fd: int) -> None:
+    """Closing alone would not unlock: the mapping, and forked workers, have copies of the descriptor."""
+    if fcntl is not None:
+        fcntl.flock(fd, fcntl.LOCK_UN)
     os.close(fd)
 
 

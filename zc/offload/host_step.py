@@ -198,6 +198,12 @@ class HostStep(Updater):
         self.runtime.streams.synchronize()
         self.disk.flush(take_over_writes)
 
+    def close(self) -> None:
+        self._programs.clear()
+        self._slices.clear()
+        if self.disk is not None:
+            self.disk.close()
+
     def _run(self, buckets: tuple[int, ...], *, with_update: bool) -> None:
         if not buckets:
             return

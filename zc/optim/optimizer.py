@@ -15,6 +15,7 @@ gradients. So zc calls it first, and the optimizer gets a function that only ret
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import weakref
@@ -28,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from zc import torch_private
 from zc.engine.memory_order import change_each, flattened, in_shape, is_cut
@@ -107,6 +109,7 @@ class ShardedOptimizer:
         self._updating: tuple[int, ...] | None = None  # inside of the class's step: buckets with a gradient
         self.updater: Updater  # from `start` on
         self._remove_hooks: Callable[[], None] | None = None
+        self.hooks: list[RemovableHandle] = []  # others on the caller's object
 
     def start(self, make_updater: MakeUpdater) -> None:
         """Registers the hooks, by which the caller's ``step()`` updates the slices."""
@@ -588,13 +591,20 @@ class ShardedOptimizer:
             self._after_step()
 
     def let_go(self) -> None:
-        """Removes zc's hooks, the parameters and the state from the optimizer."""
+        """Removes zc's hooks, the parameters and the state from the optimizer. Keeps no memory: compiled code may still
+        refer to it through the runtime."""
         if self._remove_hooks is not None:
             self._remove_hooks()
+        for handle in self.hooks:
+            handle.remove()
         self.local.state.clear()
         vars(self.optimizer)["state"] = self.local.state
         for group in (*self.local.param_groups, *self.optimizer.param_groups):
             group["params"] = []
+        self._lists.clear()
+        self._given.clear()
+        self.slices.clear()
+        self.updater.close()
 
 
 class Given:
@@ -625,7 +635,8 @@ def replace_methods(model: nn.Module, sharded: ShardedOptimizer) -> None:
         try:
             return before(*args, **kwargs)
         except Exception:
-            owner.publish_rest()  # other ranks publish the same buckets
+            with contextlib.suppress(ReferenceError):  # a step that the caller has kept beyond zc.close
+                owner.publish_rest()  # other ranks publish the same buckets
             raise
 
     def zero_grad(set_to_none: bool = True) -> None:
