@@ -437,6 +437,7 @@ class _Ranks:
     def __init__(self) -> None:
         self.count = 0  # equal on all of these ranks, which make their groups in one order
         self.num_models = 0
+        self.num_of_earlier = 0  # groups of models from before this default group, equal on all, too
         self.dropped: dict[int, _Open] = {}  # by number: of models that this rank has dropped
 
 
@@ -483,7 +484,13 @@ class ProcessGroups:
             members: all ranks are divided into groups of these. This rank's one, by their numbers among all; None: all.
         """
         self._of_ranks.count += 1
-        name, ranks = f"zc/{'_'.join(map(str, self._ranks))}/{self._of_ranks.count}", self._ranks
+        number, ranks = str(self._of_ranks.count), self._ranks
+        if (world := dist.group.WORLD) is not None and world is not self._world():
+            # made since: its own models count from 1, and the names of its groups are one set
+            now = _WORLDS.setdefault(world, {}).setdefault(ranks, _Ranks())
+            now.num_of_earlier += 1
+            number = f"earlier/{now.num_of_earlier}"
+        name = f"zc/{'_'.join(map(str, ranks))}/{number}"
         if members is not None:
             name, ranks = f"{name}/{'_'.join(map(str, members))}", tuple(self._ranks[k] for k in members)
         group = torch_private.new_group(
