@@ -65,6 +65,8 @@ class SavedGraph(torch_private.output_code_class()):  # type: ignore[misc]
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Raises for content that can't be read: torch warns, and the graph is traced again."""
         traced, metadata = torch_private.load_graph(state["traced"])
+        if not isinstance(traced, Traced):  # dill, where it is installed, makes a tuple for a class that is gone
+            raise TypeError(f"the graph was kept as a {type(traced).__module__}.{type(traced).__name__}, of another zc")
         gm = _module(traced.gm, traced.gm.graph)
         self.__dict__.update(state, traced=[(traced._replace(gm=gm), metadata)])
 
