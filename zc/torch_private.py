@@ -716,6 +716,23 @@ def guard_identity(gm: fx.GraphModule, names: Sequence[str | None]) -> None:
             source = base
 
 
+def guard_absent_hooks() -> None:
+    """The graph that is being compiled runs only for modules without hooks where it was traced without. By default
+    Dynamo guards no empty dict of hooks, so one that comes later, or is on another block of a kind, would never run.
+
+    Relies on an ``EMPTY_NN_MODULE_HOOKS_DICT`` guard for each such dict, which adds nothing while
+    ``torch._dynamo.config.skip_nnmodule_hook_guards`` is set, and on the guards being open, as `guard_identity` does
+    (2.11 to 2.15).
+    """
+    from torch._dynamo.guards import GuardBuilder
+    from torch._guards import TracingContext
+
+    guards = TracingContext.get().guards_context.dynamo_guards
+    for guard in list(guards):
+        if guard.create_fn is GuardBuilder.EMPTY_NN_MODULE_HOOKS_DICT:
+            guards.add(guard.originating_source.make_guard(GuardBuilder.SEQUENCE_LENGTH))
+
+
 def apply_strides(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
     """Inductor may give a saved activation other strides than it was traced with (channels last around convolutions).
     AOTAutograd hands them in with ``example_inputs``; the graph's own values learn of them here, before it is cut into

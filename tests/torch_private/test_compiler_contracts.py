@@ -194,6 +194,21 @@ def test_a_forward_that_replaces_the_class_s_own_is_called(is_block: bool) -> No
         assert torch.equal(compiled(*arguments), x * factor)
 
 
+@contract("guard_absent_hooks", "GuardBuilder.EMPTY_NN_MODULE_HOOKS_DICT or SEQUENCE_LENGTH")
+def test_hooks_that_come_after_the_graph_run() -> None:
+    def backend(gm: fx.GraphModule, inputs: list[Any]) -> Any:
+        torch_private.guard_absent_hooks()
+        return gm.forward
+
+    model, x = nn.Sequential(nn.ReLU()), torch.ones(2)
+    compiled = torch_private.compiled_call(model, backend)
+    assert torch.equal(compiled(x), x)
+    for k, module in enumerate((model, model[0])):
+        module.register_forward_hook(lambda module, args, output: output * 3)
+        module.register_forward_pre_hook(lambda module, args: (args[0] * 5,))
+        assert torch.equal(compiled(x), x * 15 ** (k + 1))
+
+
 @contract("compile_graph boxed", "compile_fx(inner_compile=), functorch's enable_autograd_cache or _boxed_call")
 def test_inner_compile_gets_forward_and_backward(traced: Traced) -> None:
     assert traced.graphs.keys() == {False, True}

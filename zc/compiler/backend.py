@@ -69,6 +69,7 @@ def make_backend(runtime: Runtime, find_block: FindBlock = lambda _: None) -> Ca
         nonlocal num_shared
         block = find_block(names) if num_shared < MAX_SHARED else None
         num_shared += block is not None
+        torch_private.guard_absent_hooks()
         torch_private.guard_identity(gm, [None if block is not None and block.path(n) else n for n in names])
         origin = Origin(runtime, names, block, partial(torch_private.guard_identity, gm, names))
         hook = partial(_compile, origin)
