@@ -721,16 +721,19 @@ def guard_absent_hooks() -> None:
     Dynamo guards no empty dict of hooks, so one that comes later, or is on another block of a kind, would never run.
 
     Relies on an ``EMPTY_NN_MODULE_HOOKS_DICT`` guard for each such dict, which adds nothing while
-    ``torch._dynamo.config.skip_nnmodule_hook_guards`` is set, and on the guards being open, as `guard_identity` does
-    (2.11 to 2.15).
+    ``torch._dynamo.config.skip_nnmodule_hook_guards`` is set; on a guard, of their type alone, for the dicts of hooks
+    of all modules, the attributes ``_global_..._hooks`` of ``torch.nn.modules.module``; and on the guards being open
+    (2.11 to 2.15), as `guard_identity` does.
     """
     from torch._dynamo.guards import GuardBuilder
     from torch._guards import TracingContext
 
     guards = TracingContext.get().guards_context.dynamo_guards
     for guard in list(guards):
-        if guard.create_fn is GuardBuilder.EMPTY_NN_MODULE_HOOKS_DICT:
-            guards.add(guard.originating_source.make_guard(GuardBuilder.SEQUENCE_LENGTH))
+        source = guard.originating_source
+        is_of_all = getattr(source, "member", "").startswith("_global_")
+        if guard.create_fn is GuardBuilder.EMPTY_NN_MODULE_HOOKS_DICT or is_of_all:
+            guards.add(source.make_guard(GuardBuilder.SEQUENCE_LENGTH))
 
 
 def apply_strides(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:

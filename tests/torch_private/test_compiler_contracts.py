@@ -203,6 +203,10 @@ def test_hooks_that_come_after_the_graph_run() -> None:
     model, x = nn.Sequential(nn.ReLU()), torch.ones(2)
     compiled = torch_private.compiled_call(model, backend)
     assert torch.equal(compiled(x), x)
+    of_all = nn.modules.module.register_module_forward_hook(lambda module, args, output: output * 2)
+    assert torch.equal(compiled(x), x * 4)
+    of_all.remove()
+    assert torch.equal(compiled(x), x)
     for k, module in enumerate((model, model[0])):
         module.register_forward_hook(lambda module, args, output: output * 3)
         module.register_forward_pre_hook(lambda module, args: (args[0] * 5,))
