@@ -15,7 +15,6 @@ gradients. So zc calls it first, and the optimizer gets a function that only ret
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import weakref
@@ -24,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from operator import eq, is_
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -108,6 +107,7 @@ class ShardedOptimizer:
         self.methods: list[str] = []  # of the class, that run on slices when the caller calls them
         self._updating: tuple[int, ...] | None = None  # inside of the class's step: buckets with a gradient
         self.updater: Updater  # from `start` on
+        self.is_closed = False
         self._remove_hooks: Callable[[], None] | None = None
         self.hooks: list[RemovableHandle] = []  # others on the caller's object
 
@@ -593,6 +593,7 @@ class ShardedOptimizer:
     def let_go(self) -> None:
         """Removes zc's hooks, the parameters and the state from the optimizer. Keeps no memory: compiled code may still
         refer to it through the runtime."""
+        self.is_closed = True
         if self._remove_hooks is not None:
             self._remove_hooks()
         for handle in self.hooks:
@@ -624,32 +625,37 @@ class Given:
 
 
 def replace_methods(model: nn.Module, sharded: ShardedOptimizer) -> None:
-    """Puts zc's methods on an optimizer object."""
+    """Puts zc's methods on an optimizer object. Those that the caller keeps beyond `zc.close` raise ZcError."""
     optimizer = sharded.optimizer
-    owner, of_model = weakref.proxy(sharded), weakref.ref(model)
+    reference, of_model = weakref.ref(sharded), weakref.ref(model)
     add, before = type(optimizer).add_param_group, optimizer.step
+
+    def owner() -> ShardedOptimizer:
+        held = reference()
+        return refuse_closed(optimizer) if held is None or held.is_closed else held
 
     # a method with the signature of the class's: schedulers and GradScaler look at it. It may be a scheduler's already.
     @functools.wraps(getattr(before, "__func__", before))
     def step(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        held = owner()
         try:
             return before(*args, **kwargs)
         except Exception:
-            with contextlib.suppress(ReferenceError):  # a step that the caller has kept beyond zc.close
-                owner.publish_rest()  # other ranks publish the same buckets
+            held.publish_rest()  # other ranks publish the same buckets
             raise
 
     def zero_grad(set_to_none: bool = True) -> None:
-        owner.zero_grad(set_to_none=set_to_none)
+        owner().zero_grad(set_to_none=set_to_none)
 
     def state_dict() -> dict[str, Any]:
-        state: dict[str, Any] = owner.state_dict()
-        return state
+        held = reference()
+        return type(optimizer).state_dict(optimizer) if held is None or held.is_closed else held.state_dict()
 
     def load_state_dict(state_dict: dict[str, Any]) -> None:
-        owner.load_state_dict(state_dict)
+        owner().load_state_dict(state_dict)
 
     def add_param_group(param_group: dict[str, Any]) -> None:
+        runtime = owner().runtime
         items = param_group["params"]
         if isinstance(items, set):
             add(optimizer, param_group)  # which refuses it: its order differs from rank to rank
@@ -659,7 +665,7 @@ def replace_methods(model: nn.Module, sharded: ShardedOptimizer) -> None:
         names = {id(p): name for name, p in trained.named_parameters()} if trained is not None else {}
         for param in params:
             name = names.get(id(param))
-            if name is None or owner.runtime.params.get(name) is param:
+            if name is None or runtime.params.get(name) is param:
                 what = (
                     f"parameter {name}, which has its place: set its options in optimizer.param_groups"
                     if name
@@ -668,7 +674,7 @@ def replace_methods(model: nn.Module, sharded: ShardedOptimizer) -> None:
                 )
                 raise PlanError(f"add_param_group was given {what}")
         add(optimizer, {**param_group, "params": items})
-        owner.runtime.frozen.update({names[id(param)]: param for param in params})
+        runtime.frozen.update({names[id(param)]: param for param in params})
 
     for name in sharded.methods:
         setattr(optimizer, name, MethodType(_on_slices(type(optimizer), name, owner), optimizer))
@@ -682,14 +688,14 @@ def replace_methods(model: nn.Module, sharded: ShardedOptimizer) -> None:
     optimizer.load_state_dict = load_state_dict  # type: ignore[method-assign]
 
 
-def _override_of_zero_grad(optimizer: Optimizer, owner: ShardedOptimizer) -> Callable[..., Any] | None:
+def _override_of_zero_grad(optimizer: Optimizer, owner: Callable[[], ShardedOptimizer]) -> Callable[..., Any] | None:
     """Calls the zero_grad that somebody has set on the object, or that of its class, which finds zc's in place of
     torch's. None where both are torch's."""
     override: Callable[..., Any] | None = vars(optimizer).get("zero_grad")
     if override is None and type(optimizer).zero_grad is not Optimizer.zero_grad:
 
         def of_torch(_: Optimizer, set_to_none: bool = True) -> None:
-            owner.zero_grad(set_to_none=set_to_none)
+            owner().zero_grad(set_to_none=set_to_none)
 
         override = MethodType(type(optimizer).zero_grad, with_zero_grad(optimizer, of_torch))
     if override is None:
@@ -698,23 +704,32 @@ def _override_of_zero_grad(optimizer: Optimizer, owner: ShardedOptimizer) -> Cal
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # as torch's own
     @functools.wraps(getattr(override, "__func__", override))
     def zero_grad(*args: Any, **kwargs: Any) -> Any:
+        runtime = owner().runtime
         result = override(*args, **kwargs)
-        owner.runtime.notice_cleared()  # those that it has set to None itself
+        runtime.notice_cleared()  # those that it has set to None itself
         return result
 
     return zero_grad  # type: ignore[no-any-return]
 
 
-def _on_slices(cls: type[Optimizer], name: str, owner: ShardedOptimizer) -> Callable[..., Any]:
+def _on_slices(cls: type[Optimizer], name: str, owner: Callable[[], ShardedOptimizer]) -> Callable[..., Any]:
     """A method of the class that runs on slices; on what the caller gives it where that is a parameter."""
 
     @functools.wraps(getattr(cls, name))
     def run(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         if any(isinstance(arg, Tensor) for arg in (*args, *kwargs.values())):
             return getattr(cls, name)(optimizer, *args, **kwargs)
-        return owner.run_on_slices(name, args, kwargs)
+        return owner().run_on_slices(name, args, kwargs)
 
     return run
+
+
+def refuse_closed(optimizer: Optimizer, *_: Any) -> NoReturn:
+    """Says that `zc.close` has taken what a method, or as a hook its step, would work on."""
+    raise ZcError(
+        f"zc.close(model) has released what this {type(optimizer).__name__} had: make a new optimizer over the model's "
+        "parameters"
+    )
 
 
 def restore_methods(sharded: ShardedOptimizer) -> None:
