@@ -40,14 +40,7 @@ from zc.optim.local import REPLACED, second_object, with_zero_grad
 from zc.optim.param_writes import ParamWrites
 from zc.optim.sharded_value import ShardedValue
 from zc.optim.state_view import StateView
-from zc.optim.trials import (
-    edits_data,
-    keeps_state_by_parameter,
-    needs_a_gradient,
-    num_closure_calls,
-    steps_of,
-    takes_empty_groups,
-)
+from zc.optim.trials import Habits, habits_of, num_closure_calls
 from zc.planning.layout import Rule, Slot
 from zc.planning.plan import Bucket
 
@@ -93,17 +86,13 @@ class ShardedOptimizer:
         # by the method of the class that runs now, and so by all ranks: which set to None, which made zeros
         self.called_zero_grad = [0, 0]
         self._is_known, self._may_zero = is_known(optimizer), may_zero(type(optimizer))
-        self._takes_empty_groups = True  # False: the step sees those of which this rank trains something
-        self._needs_a_gradient = False  # True: it sees those of which this rank has a gradient
-        self._edits_data = False  # True: it may change gradients without autograd's counting it
+        self.habits = Habits()  # of an unknown class
         self._given: dict[str, Given] = {}  # inside of a method of an unknown class: gradients of slices
         self.local.state, self.local.param_groups = optimizer.state, self._groups
         self.state = StateView(self)
         vars(optimizer)["state"] = self.state
         self._num_tried = 0  # groups
         self._options = set[str]()  # of a group, those that methods of an unknown class set
-        # False: its state loads only where the same parameters are updated together (zc/checkpoint/other_state.py)
-        self.has_state_by_parameter = True
         self.methods: list[str] = []  # of the class, that run on slices when the caller calls them
         self._updating: tuple[int, ...] | None = None  # inside of the class's step: buckets with a gradient
         self.updater: Updater  # from `start` on
@@ -177,25 +166,18 @@ class ShardedOptimizer:
         if not self._num_tried:
             block = None if self.rule.whole else self.rule.block
             self.methods = on_slices(self.local, block, groups, device)
-        if not keeps_state_by_parameter(self.local, groups, device):
-            self.has_state_by_parameter = False
-        if ranks.world_size > 1 and not takes_empty_groups(self.local, groups, device):
-            self._takes_empty_groups = False
-        if ranks.world_size > 1 and needs_a_gradient(self.local, groups, device):
-            self._needs_a_gradient = True
-        if edits_data(self.local, groups, device):
-            self._edits_data = True
+        tried, name = habits_of(self.local, groups, device), type(self.optimizer).__name__
+        self.habits = self.habits.joined(tried)
         if ranks.world_size > 1:
-            steps, name = steps_of(self.local, groups, device), type(self.optimizer).__name__
-            self._options |= steps.options
-            if steps.draws:
+            self._options |= tried.options
+            if tried.draws:
                 self.runtime.say_once(
                     f"{name} draws random numbers in its step, and each rank draws them for the parameters that it "
                     "updates: they are others than in one process, equal on ranks with one seed, and ranks' generators "
                     "differ afterwards. Seed each rank differently, and draw what ranks must share (a mask) from a "
                     "torch.Generator of its own"
                 )
-            if steps.returns_own:
+            if tried.returns_own:
                 self.runtime.say_once(
                     f"{name}.step() returns a number that it makes of gradients or weights: on each rank it is of the "
                     "parameters that this rank updates. Compute it in the loop, from param.grad, which all ranks share"
@@ -270,11 +252,13 @@ class ShardedOptimizer:
             if "param_names" in group:
                 named = zip(group["param_names"], group["params"], strict=False)
                 own["param_names"] = [name for name, param in named if self._own_of(param) is not None]
-        if has_grads and self._needs_a_gradient:
+        if self.runtime.group.shard.world_size == 1:
+            return
+        if has_grads and self.habits.needs_a_gradient:
             self.local.param_groups = [
                 group for group in self._groups if any(p.numel() and p.grad is not None for p in group["params"])
             ]
-        elif not self._takes_empty_groups:
+        elif self.habits.refuses_empty:
             trains = [any(p.numel() and p.requires_grad for p in group["params"]) for group in self._groups]
             self.local.param_groups = [group for group, is_seen in zip(self._groups, trains, strict=True) if is_seen]
 
@@ -472,7 +456,7 @@ class ShardedOptimizer:
                     grad = in_shape(whole[bucket.index][first : first + slot.numel], slot)
                 if grad is not None and not self._is_known:
                     grad = grad.data  # autograd counts writes to it alone
-                    self._given[slot.name] = Given(grad, keeps_copy=self._edits_data)
+                    self._given[slot.name] = Given(grad, keeps_copy=self.habits.edits_data)
                 own.grad = grad
 
     def _refuse_edited(self) -> None:
