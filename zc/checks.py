@@ -19,12 +19,11 @@ from zc import torch_private
 from zc.config import DTYPES, Config
 from zc.errors import PlanError, some
 from zc.machine import available_nbytes, free_nbytes, has_streams, ranks_on_this_host
-from zc.optim.assignment import Assignment, is_elementwise
-from zc.optim.trials import state_keys
+from zc.optim.assignment import Assignment
+from zc.optim.trials import num_kept
 from zc.planning.allocations import resident
 from zc.planning.layout import ALIGN_NBYTES, Rule, align_up
 from zc.planning.plan import Plan
-from zc.planning.traits import num_states
 from zc.registry import COMPILED
 
 _WRAPPERS = {
@@ -405,7 +404,7 @@ def check_host(plan: Plan, assignment: Assignment) -> None:
             raise PlanError(
                 f"offload: {name} was made with capturable=True, which keeps its state on the device; make it without"
             )
-        states.append(len(state_keys(optimizer)) if is_elementwise(optimizer) else num_states(name))
+        states.append(num_kept(optimizer))
     _, needed, _ = resident(plan, states)
     advice = "use more machines, or a smaller part (offload_accumulate='device')"
     check_room("offload", needed, ranks_on_this_host(plan.world_size), available_nbytes(), advice)

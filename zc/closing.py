@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING
 
-import torch
 from torch import nn
 
 from zc import guards, torch_private
@@ -13,7 +12,7 @@ from zc.checkpoint.saving import finish_pending
 from zc.errors import ZcError
 from zc.fill import restore
 from zc.offload.host_step import unlock_dropped
-from zc.optim.optimizer import restore_methods
+from zc.optim.optimizer import refuse_closed, restore_methods
 from zc.registry import COMPILED
 
 if TYPE_CHECKING:
@@ -69,11 +68,4 @@ def _make_plain(model: nn.Module, compiled: ShardedModel) -> None:
     for sharded_optimizer in compiled.optimizers:
         sharded_optimizer.let_go()
         restore_methods(sharded_optimizer)
-        sharded_optimizer.optimizer.register_step_pre_hook(_refuse)
-
-
-def _refuse(optimizer: torch.optim.Optimizer, *_: Any) -> NoReturn:
-    raise ZcError(
-        f"zc.close(model) has released what this {type(optimizer).__name__} had: make a new optimizer over the model's "
-        "parameters"
-    )
+        sharded_optimizer.optimizer.register_step_pre_hook(refuse_closed)

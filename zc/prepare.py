@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -30,7 +31,7 @@ from zc.machine import is_cuda, note_of_connections
 from zc.offload.disk import open_file
 from zc.optim.assignment import Assignment, is_elementwise, note_of, optimizers_in, rule_of, try_out
 from zc.optim.param_writes import note_of_shared
-from zc.optim.trials import state_keys
+from zc.optim.trials import whole_keys
 from zc.planning.blocks import find_kinds
 from zc.planning.frozen import with_frozen
 from zc.planning.layout import Rule, own_strides
@@ -174,7 +175,7 @@ def _open_state_file(config: Config, rank: int, plan: Plan, assignment: Assignme
             f"offload='disk' takes torch's elementwise optimizers ({', '.join(elementwise_names())}), not "
             f"{type(optimizer).__name__}: use offload='cpu'"
         )
-    keys = state_keys(optimizer)
+    keys = list(dict.fromkeys(itertools.chain(*whole_keys(optimizer))))
     return open_file(config.offload_dir, rank, plan, type(optimizer).__name__, keys, assignment.params)
 
 

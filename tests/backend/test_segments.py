@@ -11,6 +11,7 @@ from torch import nn
 
 import zc
 from zc import torch_private
+from zc.engine.program import Program
 from zc.planning import blocks
 
 
@@ -35,7 +36,7 @@ def _fresh() -> None:
 def trained(model: nn.Module, x: torch.Tensor, *, compiled: bool, **options: object) -> list[torch.Tensor]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if compiled:
-        zc.compile(model, optimizer, bucket_nbytes=32 * 33 * 4, **options)
+        zc.compile(model, optimizer, **{"bucket_nbytes": 32 * 33 * 4, **options})
     for _ in range(3):
         model(x).square().mean().backward()
         optimizer.step()
@@ -152,8 +153,15 @@ def test_compiled_autograd_is_refused() -> None:
 
 
 def test_more_instances_than_dynamos_default_limit_all_compile(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Identity guards compile a graph for each instance. Dynamo counts each against a limit of its own, which stays."""
+    """Identity guards compile a graph for each instance. Dynamo counts each against a limit of its own, which stays.
+    A bucket that two graphs fill is flushed right after the second, beside the graphs that follow."""
+    called, call = list[str](), Program.__call__
 
+    def noting(program: Program, *args: object, **kwargs: object) -> object:
+        called.append(program.name)
+        return call(program, *args, **kwargs)
+
+    monkeypatch.setattr(Program, "__call__", noting)
     monkeypatch.setattr(blocks, "MIN_MEMBERS", 13)
 
     class Regional(nn.Module):
@@ -170,9 +178,11 @@ def test_more_instances_than_dynamos_default_limit_all_compile(monkeypatch: pyte
     model = Regional()
     plain, limit = copy.deepcopy(model), torch._dynamo.config.recompile_limit
     x = torch.randn(8, 32)
-    got, wanted = trained(model, x, compiled=True, backend="aot_eager"), trained(plain, x, compiled=False)
-    for a, b in zip(got, wanted, strict=True):
+    got = trained(model, x, compiled=True, backend="aot_eager", bucket_nbytes=2 * 32 * 33 * 4)
+    for a, b in zip(got, trained(plain, x, compiled=False), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    flushes = [called.index(f"flush_bucket_{bucket}") for bucket in range(6)]
+    assert [sum("backward" in name for name in called[:k]) for k in flushes] == [2, 4, 6, 8, 10, 12], called
     assert len(zc.registry.sharded(model).runtime.programs) == 12 > limit == torch._dynamo.config.recompile_limit
 
 

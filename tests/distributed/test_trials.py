@@ -23,13 +23,7 @@ from training_runs import message_of
 import zc
 from zc.optim.assignment import try_out
 from zc.optim.local import class_of, second_object
-from zc.optim.trials import (
-    check_positions,
-    keeps_state_by_parameter,
-    needs_a_gradient,
-    num_closure_calls,
-    takes_empty_groups,
-)
+from zc.optim.trials import check_positions, habits_of, num_closure_calls
 from zc.registry import sharded
 
 CPU = torch.device("cpu")
@@ -56,7 +50,7 @@ def aux_muon(params: list[nn.Parameter]) -> Optimizer:
 )
 def test_whose_state_it_is(make: Any, belongs: bool) -> None:
     optimizer = make(matrices())
-    assert keeps_state_by_parameter(optimizer, optimizer.param_groups, CPU) == belongs
+    assert habits_of(optimizer, optimizer.param_groups, CPU).stacks_state != belongs
     assert not optimizer.state
 
 
@@ -90,7 +84,7 @@ def test_a_trial_leaves_compiled_kernels_compiled(fullgraph: bool) -> None:
     params = matrices()
     optimizer = Compiled(params)
     try_out(optimizer, 2, CPU)
-    assert keeps_state_by_parameter(optimizer, optimizer.param_groups, CPU)
+    assert not habits_of(optimizer, optimizer.param_groups, CPU).stacks_state
     assert num_compiled == 0, "a trial compiles nothing"
     for param in params:
         param.grad = torch.ones_like(param)
@@ -102,8 +96,8 @@ def test_a_second_object() -> None:
     """It is the first in all but groups and state, and a step that raises leaves both as they were."""
     params = matrices()
     optimizer = Stacked([{"params": params}, {"params": params[:0]}, {"params": [nn.Parameter(torch.empty(0, 4))]}])
-    assert not takes_empty_groups(optimizer, optimizer.param_groups, CPU)
-    assert takes_empty_groups(Lion(params), [{"params": [], "lr": 1.0}], CPU)
+    assert habits_of(optimizer, optimizer.param_groups, CPU).refuses_empty
+    assert not habits_of(Lion(params), [{"params": [], "lr": 1.0}], CPU).refuses_empty
     hooks: list[Any] = []
     optimizer.register_step_pre_hook(lambda *args: hooks.append(args))
     second = second_object(optimizer, Optimizer.zero_grad)
@@ -173,8 +167,8 @@ def test_a_trial_changes_nothing_of_the_callers() -> None:
     optimizer = Counting(matrices())
     before = optimizer.seen()
     try_out(optimizer, 2, CPU)
-    assert takes_empty_groups(optimizer, optimizer.param_groups, CPU) and num_closure_calls(optimizer) == 0
-    assert keeps_state_by_parameter(optimizer, optimizer.param_groups, CPU)
+    habits = habits_of(optimizer, optimizer.param_groups, CPU)
+    assert not habits.refuses_empty and not habits.stacks_state and num_closure_calls(optimizer) == 0
     assert optimizer.seen() == before
     for param in optimizer.param_groups[0]["params"]:
         param.grad = torch.ones_like(param)
@@ -203,8 +197,8 @@ def test_what_cant_be_copied_is_not_tried() -> None:
         optimizer = Drawing(matrices(), noise)
         kind, text = message_of(lambda optimizer=optimizer: try_out(optimizer, 2, CPU))  # type: ignore[misc]
         assert kind == "PlanError" and f"its noise holds {what}" in text, text
-        assert takes_empty_groups(optimizer, optimizer.param_groups, CPU) and num_closure_calls(optimizer) is None
-        assert not keeps_state_by_parameter(optimizer, optimizer.param_groups, CPU)
+        habits = habits_of(optimizer, optimizer.param_groups, CPU)
+        assert not habits.refuses_empty and habits.stacks_state and num_closure_calls(optimizer) is None
     assert next(numbers) == 0
 
 
@@ -303,7 +297,7 @@ class CountingGroups(Listing):
 
 def test_which_class_needs_a_gradient() -> None:
     makes = (Listing, TakingEmpty, ListingElements, Stacked, CountingGroups, Lion, Noisy)
-    needs = {make for make in makes if needs_a_gradient(make(matrices()), make(matrices()).param_groups, CPU)}
+    needs = {make for make in makes if habits_of(one := make(matrices()), one.param_groups, CPU).needs_a_gradient}
     assert needs == {Listing, TakingEmpty, ListingElements, Stacked, CountingGroups}
 
 

@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import pickle
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from zc.checkpoint.state import Owned, groups_of, synchronized, trained
 from zc.checkpoint.target import Stored, Target, add_model, add_optimizers, check_groups, commit, refuse_other_model
 from zc.errors import CheckpointError
 from zc.optim.assignment import Optimizers
-from zc.optim.trials import SHAPE, small_data, update_copy
+from zc.optim.trials import states_of_trial
 
 if TYPE_CHECKING:
     from zc.optim.model import ShardedModel
@@ -115,12 +114,8 @@ def _check_states(folder: Path, mine: Mapping[str, Owned], there: Collection[tup
 
 def _keys_kept(one: ShardedOptimizer, num_dims: int) -> set[str]:
     """What the optimizer keeps for a parameter of so many dimensions, in whichever group. Nothing, if untried."""
-    value, grads = small_data(SHAPE[:num_dims], torch.device("cpu"))
-    kept: list[set[str]] = []
-    for group in one.optimizer.param_groups:
-        with contextlib.suppress(Exception):  # it takes other shapes
-            (updated,) = update_copy(one.local, {**group, "params": []}, [value], [grads[:1]], seed=1)
-            kept.append({str(key) for key, item in updated.state.items() if item is not None and key != ""})
+    states = states_of_trial(one.local, num_dims)
+    kept = [{str(key) for key, item in state.items() if item is not None and key != ""} for state in states]
     return set.intersection(*kept) if kept else set()
 
 

@@ -11,7 +11,7 @@ that stores it, and the checkpoint also lists the parameters that each rank upda
     optimizer.other.<number>.rank_<r>.<key>          under strings, of each rank, by the optimizer's number
     optimizer.together.<number>                      [["a", "c"], ["b", "d"]]: rank 0 updates a and c
 
-`zc.optim.trials.keeps_state_by_parameter` finds the optimizers that may have the last kind. It is loaded only where one
+`zc.optim.trials.habits_of` finds the optimizers that may have the last kind. It is loaded only where one
 rank updates the same parameters in the same order, and so is state under strings of such an optimizer.
 """
 
@@ -61,13 +61,13 @@ def state_by_string(one: ShardedOptimizer) -> dict[str, Any]:
 
 def together(sharded_model: ShardedModel) -> dict[str, list[list[str]]]:
     """The checkpoint's entry for each such optimizer; equal on every rank."""
-    several = [one for one in sharded_model.optimizers if not one.has_state_by_parameter]
+    several = [one for one in sharded_model.optimizers if one.habits.stacks_state]
     return {str(one.number): _updated_by_rank(one) for one in several}
 
 
 def note_of(sharded_model: ShardedModel) -> str | None:
     """The note for a save, or None."""
-    names = [type(one.optimizer).__name__ for one in sharded_model.optimizers if not one.has_state_by_parameter]
+    names = [type(one.optimizer).__name__ for one in sharded_model.optimizers if one.habits.stacks_state]
     if not names:
         return None
     return (
@@ -82,7 +82,7 @@ def check_together(
     """Raises CheckpointError, on every rank, if this optimizer can't use the checkpoint's states. ``states`` are their
     parameter names. ``saved`` is from `together`; without an entry for this optimizer, one process updated all."""
     members = members_of(one)
-    if one.has_state_by_parameter or not set(states) & set(members):
+    if not one.habits.stacks_state or not set(states) & set(members):
         return
     theirs = [list(names) for names in saved.get(str(one.number), [members])]
     ours = _updated_by_rank(one)
@@ -99,7 +99,7 @@ def check_together(
 def refuse_together(sharded_model: ShardedModel, optimizers: Iterable[ShardedOptimizer], what: str) -> None:
     """Raises CheckpointError if ``what`` needs a state per parameter and an optimizer may not have that."""
     for one in optimizers:
-        if not one.has_state_by_parameter and sharded_model.runtime.group.shard.world_size > 1:
+        if one.habits.stacks_state and sharded_model.runtime.group.shard.world_size > 1:
             raise CheckpointError(
                 f"{what}: the state of {type(one.optimizer).__name__} was not shown to belong to single parameters, so "
                 "the parts of several ranks are not the state of one process: use zc.save and zc.load, on as many ranks"

@@ -16,12 +16,14 @@ disk, before it writes its first byte. The order is that of a commit record in a
     flush:         fsync(state)  ->  write, fsync(mark.new)  ->  rename to mark  ->  fsync(folder)
     begin_update:  unlink(mark)  ->  fsync(folder)  ->  the update writes
 
-A file without a mark is never read. All space is reserved when the file is opened, because a full disk would end the
-process with SIGBUS in the middle of an update.
+While there is a mark, pages are mapped privately, at the same addresses: what the caller writes into a state tensor
+reaches the file at the next `begin_update`. A file without a mark is never read. All space is reserved when the file is
+opened, because a full disk would end the process with SIGBUS in the middle of an update.
 """
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import json
 import mmap
@@ -219,6 +221,7 @@ except ImportError:  # pragma: no cover - Windows
 
 FORMAT = 1
 _CHUNK = 1 << 20
+_MAP_FIXED = 0x10  # Linux and macOS; Python's mmap does not name it
 
 
 @dataclass(frozen=True)
@@ -281,8 +284,12 @@ class StateFile:
             self._remove_if_new()
             os.close(self._fd)
             raise
-        self._tensors = {r.name: torch.frombuffer(self._map, dtype=r.dtype, count=r.numel, offset=r.offset)
-                         for r in regions}  # fmt: skip
+        views = {r.name: memoryview(self._map)[r.offset : r.offset + r.nbytes] for r in regions}
+        self._tensors = {r.name: torch.frombuffer(views[r.name], dtype=r.dtype, count=r.numel) for r in regions}
+        self._views = {name: weakref.ref(view) for name, view in views.items()}  # each lives as long as its tensors
+        self._is_private = False
+        if self.mark is not None:
+            self._map_privately()
         # a run that ends, or is closed, without a flush removes its file; a killed one leaves a file without a mark
         self._end = weakref.finalize(self, _end, self._fd, self.path, self.mark_path, os.getpid())
 
@@ -367,11 +374,25 @@ class StateFile:
             self._map.madvise(mmap.MADV_WILLNEED, region.offset, region.nbytes)
 
     def begin_update(self) -> None:
-        """Call it before any write: from here on a restart finds no mark."""
+        """Call it before any write: from here on a restart finds no mark. What the caller has written since there was
+        one goes to the file."""
         self.mark = None
         if self.mark_path.exists():
             self.mark_path.unlink()
             sync_folder(self.folder)
+        if self._is_private:
+            for start in range(0, self.nbytes, _CHUNK):
+                here = self._map[start : start + _CHUNK]
+                if os.pread(self._fd, len(here), start) != here:
+                    os.pwrite(self._fd, here, start)
+            _map_again(self._map, self._fd, 0, self.nbytes, mmap.MAP_SHARED)
+            self._is_private = False
+
+    def _map_privately(self) -> None:
+        """From here on a write to a tensor copies the page that it is in, and the file stays as it is."""
+        if fcntl is not None:
+            _map_again(self._map, self._fd, 0, self.nbytes, mmap.MAP_PRIVATE)
+            self._is_private = True
 
     def flush(self, facts: Mapping[str, Any]) -> None:
         """Syncs the file to disk, and then writes the mark with ``facts``, which the next run has in `found`."""
@@ -380,14 +401,22 @@ class StateFile:
         text = json.dumps({"format": FORMAT, "nbytes": self.nbytes, "lines": self.lines, **facts})
         new = self.mark_path.with_suffix(".mark.new")
         write_synced(new, text.encode())
+        self._map_privately()
         os.replace(new, self.mark_path)
         sync_folder(self.folder)
 
     def close(self) -> None:
-        """Gives the file up, so that another model may open it. The mapping itself ends with the last tensor in it."""
-        self._end()
+        """Gives the file up, so that another model may open it. The mapping itself ends with the last tensor in it: a
+        region of which the caller keeps one becomes ordinary memory, since the file may be another model's next."""
         self._tensors.clear()
+        for name, view in self._views.items() if fcntl is not None else ():
+            if view() is not None:
+                start, stop = self.regions[name].offset, self.regions[name].offset + self.regions[name].nbytes
+                content = self._map[start:stop]
+                _map_again(self._map, -1, start, stop - start, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+                self._map[start:stop] = content
         del self._map
+        self._end()
 
     def discard(self) -> None:
         """Restores the folder, because the plan was refused elsewhere."""
@@ -424,6 +453,18 @@ def _end(fd: int, path: Path, mark: Path, owner: int) -> None:
     if not mark.exists():
         path.unlink(missing_ok=True)
     _unlock_and_close(fd)
+
+
+def _map_again(mapped: mmap.mmap, fd: int, offset: int, nbytes: int, flags: int) -> None:
+    """Puts a mapping with other ``flags`` in the place of these bytes of ``mapped``, at the same address, so that
+    tensors there stay valid."""
+    call = ctypes.CDLL(None, use_errno=True).mmap
+    call.restype = ctypes.c_void_p
+    call.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    address = ctypes.addressof(ctypes.c_char.from_buffer(mapped, offset))
+    access, flags = mmap.PROT_READ | mmap.PROT_WRITE, flags | _MAP_FIXED
+    if call(address, nbytes, access, flags, fd, offset if fd >= 0 else 0) != address:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
 def _unlock_and_close(fd: int) -> None:

@@ -4,10 +4,9 @@ The caller's object keeps the model's parameters in its groups, as under DDP, an
 its class run on a second object with the same ``__dict__``, so they read and write the caller's attributes; but the
 second object has ``param_groups`` and ``state`` of its own. Nothing has to be restored if a method raises.
 
-A class that stacks the gradients of a group fails on an empty group. If a trial shows this
-(`zc.optim.trials.takes_empty_groups`), ``step`` sees only the groups of which this rank owns something that trains: it
-may leave out the frozen ones itself. One that fails without gradients (`zc.optim.trials.needs_a_gradient`) sees those
-of which this rank has a gradient.
+A class that stacks the gradients of a group fails on an empty group. If a trial shows this (`refuses_empty` of
+`zc.optim.trials.Habits`), ``step`` sees only the groups of which this rank owns something that trains: it may leave out
+the frozen ones itself. One that fails without gradients (`needs_a_gradient`) sees those of which this rank has one.
 """
 
 from __future__ import annotations

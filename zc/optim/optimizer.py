@@ -15,7 +15,6 @@ gradients. So zc calls it first, and the optimizer gets a function that only ret
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import weakref
@@ -24,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from operator import eq, is_
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -41,14 +40,7 @@ from zc.optim.local import REPLACED, second_object, with_zero_grad
 from zc.optim.param_writes import ParamWrites
 from zc.optim.sharded_value import ShardedValue
 from zc.optim.state_view import StateView
-from zc.optim.trials import (
-    edits_data,
-    keeps_state_by_parameter,
-    needs_a_gradient,
-    num_closure_calls,
-    steps_of,
-    takes_empty_groups,
-)
+from zc.optim.trials import Habits, habits_of, num_closure_calls
 from zc.planning.layout import Rule, Slot
 from zc.planning.plan import Bucket
 
@@ -94,20 +86,17 @@ class ShardedOptimizer:
         # by the method of the class that runs now, and so by all ranks: which set to None, which made zeros
         self.called_zero_grad = [0, 0]
         self._is_known, self._may_zero = is_known(optimizer), may_zero(type(optimizer))
-        self._takes_empty_groups = True  # False: the step sees those of which this rank trains something
-        self._needs_a_gradient = False  # True: it sees those of which this rank has a gradient
-        self._edits_data = False  # True: it may change gradients without autograd's counting it
+        self.habits = Habits()  # of an unknown class
         self._given: dict[str, Given] = {}  # inside of a method of an unknown class: gradients of slices
         self.local.state, self.local.param_groups = optimizer.state, self._groups
         self.state = StateView(self)
         vars(optimizer)["state"] = self.state
         self._num_tried = 0  # groups
         self._options = set[str]()  # of a group, those that methods of an unknown class set
-        # False: its state loads only where the same parameters are updated together (zc/checkpoint/other_state.py)
-        self.has_state_by_parameter = True
         self.methods: list[str] = []  # of the class, that run on slices when the caller calls them
         self._updating: tuple[int, ...] | None = None  # inside of the class's step: buckets with a gradient
         self.updater: Updater  # from `start` on
+        self.is_closed = False
         self._remove_hooks: Callable[[], None] | None = None
         self.hooks: list[RemovableHandle] = []  # others on the caller's object
 
@@ -177,25 +166,18 @@ class ShardedOptimizer:
         if not self._num_tried:
             block = None if self.rule.whole else self.rule.block
             self.methods = on_slices(self.local, block, groups, device)
-        if not keeps_state_by_parameter(self.local, groups, device):
-            self.has_state_by_parameter = False
-        if ranks.world_size > 1 and not takes_empty_groups(self.local, groups, device):
-            self._takes_empty_groups = False
-        if ranks.world_size > 1 and needs_a_gradient(self.local, groups, device):
-            self._needs_a_gradient = True
-        if edits_data(self.local, groups, device):
-            self._edits_data = True
+        tried, name = habits_of(self.local, groups, device), type(self.optimizer).__name__
+        self.habits = self.habits.joined(tried)
         if ranks.world_size > 1:
-            steps, name = steps_of(self.local, groups, device), type(self.optimizer).__name__
-            self._options |= steps.options
-            if steps.draws:
+            self._options |= tried.options
+            if tried.draws:
                 self.runtime.say_once(
                     f"{name} draws random numbers in its step, and each rank draws them for the parameters that it "
                     "updates: they are others than in one process, equal on ranks with one seed, and ranks' generators "
                     "differ afterwards. Seed each rank differently, and draw what ranks must share (a mask) from a "
                     "torch.Generator of its own"
                 )
-            if steps.returns_own:
+            if tried.returns_own:
                 self.runtime.say_once(
                     f"{name}.step() returns a number that it makes of gradients or weights: on each rank it is of the "
                     "parameters that this rank updates. Compute it in the loop, from param.grad, which all ranks share"
@@ -270,11 +252,13 @@ class ShardedOptimizer:
             if "param_names" in group:
                 named = zip(group["param_names"], group["params"], strict=False)
                 own["param_names"] = [name for name, param in named if self._own_of(param) is not None]
-        if has_grads and self._needs_a_gradient:
+        if self.runtime.group.shard.world_size == 1:
+            return
+        if has_grads and self.habits.needs_a_gradient:
             self.local.param_groups = [
                 group for group in self._groups if any(p.numel() and p.grad is not None for p in group["params"])
             ]
-        elif not self._takes_empty_groups:
+        elif self.habits.refuses_empty:
             trains = [any(p.numel() and p.requires_grad for p in group["params"]) for group in self._groups]
             self.local.param_groups = [group for group, is_seen in zip(self._groups, trains, strict=True) if is_seen]
 
@@ -472,7 +456,7 @@ class ShardedOptimizer:
                     grad = in_shape(whole[bucket.index][first : first + slot.numel], slot)
                 if grad is not None and not self._is_known:
                     grad = grad.data  # autograd counts writes to it alone
-                    self._given[slot.name] = Given(grad, keeps_copy=self._edits_data)
+                    self._given[slot.name] = Given(grad, keeps_copy=self.habits.edits_data)
                 own.grad = grad
 
     def _refuse_edited(self) -> None:
@@ -593,6 +577,7 @@ class ShardedOptimizer:
     def let_go(self) -> None:
         """Removes zc's hooks, the parameters and the state from the optimizer. Keeps no memory: compiled code may still
         refer to it through the runtime."""
+        self.is_closed = True
         if self._remove_hooks is not None:
             self._remove_hooks()
         for handle in self.hooks:
@@ -624,32 +609,37 @@ class Given:
 
 
 def replace_methods(model: nn.Module, sharded: ShardedOptimizer) -> None:
-    """Puts zc's methods on an optimizer object."""
+    """Puts zc's methods on an optimizer object. Those that the caller keeps beyond `zc.close` raise ZcError."""
     optimizer = sharded.optimizer
-    owner, of_model = weakref.proxy(sharded), weakref.ref(model)
+    reference, of_model = weakref.ref(sharded), weakref.ref(model)
     add, before = type(optimizer).add_param_group, optimizer.step
+
+    def owner() -> ShardedOptimizer:
+        held = reference()
+        return refuse_closed(optimizer) if held is None or held.is_closed else held
 
     # a method with the signature of the class's: schedulers and GradScaler look at it. It may be a scheduler's already.
     @functools.wraps(getattr(before, "__func__", before))
     def step(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        held = owner()
         try:
             return before(*args, **kwargs)
         except Exception:
-            with contextlib.suppress(ReferenceError):  # a step that the caller has kept beyond zc.close
-                owner.publish_rest()  # other ranks publish the same buckets
+            held.publish_rest()  # other ranks publish the same buckets
             raise
 
     def zero_grad(set_to_none: bool = True) -> None:
-        owner.zero_grad(set_to_none=set_to_none)
+        owner().zero_grad(set_to_none=set_to_none)
 
     def state_dict() -> dict[str, Any]:
-        state: dict[str, Any] = owner.state_dict()
-        return state
+        held = reference()
+        return type(optimizer).state_dict(optimizer) if held is None or held.is_closed else held.state_dict()
 
     def load_state_dict(state_dict: dict[str, Any]) -> None:
-        owner.load_state_dict(state_dict)
+        owner().load_state_dict(state_dict)
 
     def add_param_group(param_group: dict[str, Any]) -> None:
+        runtime = owner().runtime
         items = param_group["params"]
         if isinstance(items, set):
             add(optimizer, param_group)  # which refuses it: its order differs from rank to rank
@@ -659,7 +649,7 @@ def replace_methods(model: nn.Module, sharded: ShardedOptimizer) -> None:
         names = {id(p): name for name, p in trained.named_parameters()} if trained is not None else {}
         for param in params:
             name = names.get(id(param))
-            if name is None or owner.runtime.params.get(name) is param:
+            if name is None or runtime.params.get(name) is param:
                 what = (
                     f"parameter {name}, which has its place: set its options in optimizer.param_groups"
                     if name
@@ -668,7 +658,7 @@ def replace_methods(model: nn.Module, sharded: ShardedOptimizer) -> None:
                 )
                 raise PlanError(f"add_param_group was given {what}")
         add(optimizer, {**param_group, "params": items})
-        owner.runtime.frozen.update({names[id(param)]: param for param in params})
+        runtime.frozen.update({names[id(param)]: param for param in params})
 
     for name in sharded.methods:
         setattr(optimizer, name, MethodType(_on_slices(type(optimizer), name, owner), optimizer))
@@ -682,14 +672,14 @@ def replace_methods(model: nn.Module, sharded: ShardedOptimizer) -> None:
     optimizer.load_state_dict = load_state_dict  # type: ignore[method-assign]
 
 
-def _override_of_zero_grad(optimizer: Optimizer, owner: ShardedOptimizer) -> Callable[..., Any] | None:
+def _override_of_zero_grad(optimizer: Optimizer, owner: Callable[[], ShardedOptimizer]) -> Callable[..., Any] | None:
     """Calls the zero_grad that somebody has set on the object, or that of its class, which finds zc's in place of
     torch's. None where both are torch's."""
     override: Callable[..., Any] | None = vars(optimizer).get("zero_grad")
     if override is None and type(optimizer).zero_grad is not Optimizer.zero_grad:
 
         def of_torch(_: Optimizer, set_to_none: bool = True) -> None:
-            owner.zero_grad(set_to_none=set_to_none)
+            owner().zero_grad(set_to_none=set_to_none)
 
         override = MethodType(type(optimizer).zero_grad, with_zero_grad(optimizer, of_torch))
     if override is None:
@@ -698,23 +688,32 @@ def _override_of_zero_grad(optimizer: Optimizer, owner: ShardedOptimizer) -> Cal
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # as torch's own
     @functools.wraps(getattr(override, "__func__", override))
     def zero_grad(*args: Any, **kwargs: Any) -> Any:
+        runtime = owner().runtime
         result = override(*args, **kwargs)
-        owner.runtime.notice_cleared()  # those that it has set to None itself
+        runtime.notice_cleared()  # those that it has set to None itself
         return result
 
     return zero_grad  # type: ignore[no-any-return]
 
 
-def _on_slices(cls: type[Optimizer], name: str, owner: ShardedOptimizer) -> Callable[..., Any]:
+def _on_slices(cls: type[Optimizer], name: str, owner: Callable[[], ShardedOptimizer]) -> Callable[..., Any]:
     """A method of the class that runs on slices; on what the caller gives it where that is a parameter."""
 
     @functools.wraps(getattr(cls, name))
     def run(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         if any(isinstance(arg, Tensor) for arg in (*args, *kwargs.values())):
             return getattr(cls, name)(optimizer, *args, **kwargs)
-        return owner.run_on_slices(name, args, kwargs)
+        return owner().run_on_slices(name, args, kwargs)
 
     return run
+
+
+def refuse_closed(optimizer: Optimizer, *_: Any) -> NoReturn:
+    """Says that `zc.close` has taken what a method, or as a hook its step, would work on."""
+    raise ZcError(
+        f"zc.close(model) has released what this {type(optimizer).__name__} had: make a new optimizer over the model's "
+        "parameters"
+    )
 
 
 def restore_methods(sharded: ShardedOptimizer) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from zc.engine.memory_order import change_each, is_cut
 from zc.errors import ZcError
-from zc.optim.trials import SHAPE, state_of_trial
+from zc.optim.trials import SHAPE, states_of_trial, wrapped
 
 if TYPE_CHECKING:
     from zc.optim.optimizer import ShardedOptimizer
@@ -215,7 +215,8 @@ class StateView(MutableMapping[Any, Any]):
         else:
             shape = SHAPE[:num_dims]
             if num_dims not in self._trials:
-                self._trials[num_dims] = state_of_trial(owner.local, shape)
+                states = states_of_trial(owner.local, num_dims) if wrapped(owner.local) is None else []
+                self._trials[num_dims] = states[0] if states else {}
             items = _without_elements(self._trials[num_dims], torch.Size(shape))
         if "step" in items:
             of_like = state[owner.slices[like]].get("step", 0) if like is not None else 0

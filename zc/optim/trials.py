@@ -164,101 +164,51 @@ def _depends_on_position(optimizer: Optimizer, group: Mapping[str, Any], number:
     return any(difference(one[0], each) is not None for each in one)
 
 
-def keeps_state_by_parameter(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]], device: torch.device) -> bool:
-    """Whether each state was shown to belong to the parameter that it is stored under: an update of several parameters
-    leaves the same states as updates of one each. A momentum that is stacked under a group's first parameter does not.
+class Habits(NamedTuple):
+    """What trials have shown of an unknown class, with the options of some groups.
+
+    Attributes:
+        stacks_state: a state was not shown to belong to the parameter that it is stored under, so that an update of
+            several parameters leaves the same states as updates of one each. A momentum that is stacked under a group's
+            first parameter does not.
+        refuses_empty: an update fails on a group without parameters. An optimizer that stacks a group does.
+        needs_a_gradient: an update of a group fails where none of its parameters has a gradient, and is then left out.
+            What the class sets in the group comes from a rank that has updated it.
+        edits_data: an update changes gradients without autograd's counting it, or that can't be tried. A decay of 0 may
+            be another one later, so it is tried with another one, too.
+        draws: a step draws random numbers.
+        returns_own: a step returns a number that it makes of its gradients or weights.
+        options: of a group, those that a step sets.
     """
+
+    stacks_state: bool = False
+    refuses_empty: bool = False
+    needs_a_gradient: bool = False
+    edits_data: bool = False
+    draws: bool = False
+    returns_own: bool = False
+    options: frozenset[str] = frozenset()
+
+    def joined(self, other: Habits) -> Habits:
+        """Of a class that has shown either."""
+        pairs: Iterator[tuple[Any, Any]] = zip(self, other, strict=True)
+        return Habits(*(one | another for one, another in pairs))
+
+
+def habits_of(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]], device: torch.device) -> Habits:
+    """As far as they can be tried."""
+    habits = Habits()
     if wrapped(optimizer) is not None:
-        return False
+        return Habits(stacks_state=True, edits_data=True)
     for group in groups:
-        try:
-            trial = _try_pair(optimizer, group, device)
-        except Communicates:
-            return False
-        if trial is None:
-            return False
-        close = None if trial.is_random else trial.close
-        for one, other in zip(trial.together, trial.apart, strict=True):
-            if not same_state(dict(leaves(one.state)), dict(leaves(other.state)), close):
-                return False
-    return True
-
-
-def takes_empty_groups(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]], device: torch.device) -> bool:
-    """Whether a group without parameters can be updated. An optimizer that stacks a group fails on it."""
-    if wrapped(optimizer) is not None:
-        return True
-    try:
-        for group in groups:
-            update_copy(optimizer, group, [], [], seed=1)
-    except UncopyableError:  # not tried
-        return True
-    except Exception:  # noqa: BLE001  (whatever it is, a rank that owns nothing of the group would meet it)
-        return False
-    return True
-
-
-def needs_a_gradient(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]], device: torch.device) -> bool:
-    """Whether the update of a group fails where none of its parameters has a gradient, and is then left out. What the
-    class sets in the group comes from a rank that has updated it."""
-    if wrapped(optimizer) is not None:
-        return False
-    fails = False
-    for group in groups:
-        for (shape, *_), _ in PAIRS:
-            value, grads = small_data(shape, device)
-            try:
-                update_copy(optimizer, group, [value], [grads[:1]], seed=1)
-            except Exception:  # noqa: BLE001  (the next shape)
-                continue
-            try:
-                update_copy(optimizer, group, [value], [[]], seed=1)
-            except Exception:  # noqa: BLE001  (whatever it is, a rank without a gradient would meet it)
-                fails = True
-            break
-    return fails
-
-
-def edits_data(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]], device: torch.device) -> bool:
-    """Whether an update of these groups changes gradients without autograd's counting it, or that can't be tried. A
-    decay of 0 may be another one later, so it is tried with another one, too."""
-    if wrapped(optimizer) is not None:
-        return True
-    for group in groups:
-        later = {k: 0.01 if "decay" in k and not isinstance(v, Tensor) and v == 0 else v for k, v in group.items()}
-        for options in (group, later):
-            for (shape, *_), _ in PAIRS:
-                value, grads = small_data(shape, device)
-                try:
-                    (updated,) = update_copy(optimizer, options, [value], [grads], seed=1)
-                except Exception:  # noqa: BLE001  (the next shape)
-                    continue
-                if updated.edits_data:
-                    return True
-                break
-            else:
-                if options is group:
-                    return True
-    return False
-
-
-class Steps(NamedTuple):
-    """What else a class does in its steps. ``draws``: random numbers. ``returns_own``: a number that it makes of its
-    gradients or weights. ``options``: of a group, those that it sets."""
-
-    draws: bool
-    returns_own: bool
-    options: frozenset[str]
-
-
-def steps_of(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]], device: torch.device) -> Steps:
-    """As far as it can be tried."""
-    steps = Steps(False, False, frozenset())
-    for group in groups if wrapped(optimizer) is None else ():
-        try:
-            trial = _try_pair(optimizer, group, device)
-        except Communicates:
-            continue
+        decays = {k: 0.01 for k, v in group.items() if "decay" in k and not isinstance(v, Tensor) and v == 0}
+        trial = _try_alone(optimizer, group, device)
+        later = _try_alone(optimizer, {**group, **decays}, device) if decays else None
+        edits_data = trial is None or any(each.edits_data for one in (trial, later) if one for each in one.apart)
+        habits = habits.joined(Habits(
+            trial is None or not _has_own_states(trial), _refuses_empty(optimizer, group),
+            _needs_a_gradient(optimizer, group, device), edits_data,
+        ))  # fmt: skip
         if trial is None:
             continue
         whole = trial.together[0]
@@ -266,9 +216,47 @@ def steps_of(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]], device: 
         before, after = dict(leaves({**group, **rate, "params": []})), dict(leaves(whole.options))
         new = {path[0] for path in after if path not in before or not _is_same(before[path], after[path])}
         returns_own = any(not _is_same(whole.stepped, each.stepped) for each in trial.apart)
-        options = steps.options | new - {"param_names"}
-        steps = Steps(steps.draws or whole.draws, steps.returns_own or returns_own, options)
-    return steps
+        options = frozenset(new - {"param_names"})
+        habits = habits.joined(Habits(draws=whole.draws, returns_own=returns_own, options=options))
+    return habits
+
+
+def _try_alone(optimizer: Optimizer, group: Mapping[str, Any], device: torch.device) -> Trial | None:
+    """`_try_pair` of a class that may start collectives of its own."""
+    with contextlib.suppress(Communicates):
+        return _try_pair(optimizer, group, device)
+    return None
+
+
+def _has_own_states(trial: Trial) -> bool:
+    close = None if trial.is_random else trial.close
+    pairs = zip(trial.together, trial.apart, strict=True)
+    return all(same_state(dict(leaves(one.state)), dict(leaves(other.state)), close) for one, other in pairs)
+
+
+def _refuses_empty(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
+    try:
+        update_copy(optimizer, group, [], [], seed=1)
+    except UncopyableError:  # not tried
+        return False
+    except Exception:  # noqa: BLE001  (whatever it is, a rank that owns nothing of the group would meet it)
+        return True
+    return False
+
+
+def _needs_a_gradient(optimizer: Optimizer, group: Mapping[str, Any], device: torch.device) -> bool:
+    for (shape, *_), _ in PAIRS:
+        value, grads = small_data(shape, device)
+        try:
+            update_copy(optimizer, group, [value], [grads[:1]], seed=1)
+        except Exception:  # noqa: BLE001  (the next shape)
+            continue
+        try:
+            update_copy(optimizer, group, [value], [[]], seed=1)
+        except Exception:  # noqa: BLE001  (whatever it is, a rank without a gradient would meet it)
+            return True
+        return False
+    return False
 
 
 def _is_same(one: Any, other: Any) -> bool:
@@ -299,43 +287,34 @@ def num_closure_calls(optimizer: Optimizer) -> int | None:
     return count
 
 
-def state_keys(optimizer: Optimizer) -> list[str]:
-    """Names of the state tensors that have the parameter's shape, tried on two elements with each group's options."""
-    keys: dict[str, None] = {}
-    value = torch.zeros(2)
-    for group in optimizer.param_groups:
-        (updated,) = update_copy(optimizer, group, [value], [[value]], seed=1)
-        keys.update({k: None for k, item in updated.state.items() if isinstance(item, Tensor) and item.shape == (2,)})
-    return list(keys)
-
-
-def num_kept(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> int:
-    """How many tensors of a matrix's shape the optimizer keeps for it, with the options of ``groups``, the most of any.
-    Sums of rows and columns (Adafactor) are not among them. Where that can't be tried, the table of classes says it."""
-    value, grads = small_data((16, 24), torch.device("cpu"))
-    most = 0
-    for group in groups:
-        try:  # without the state of a parameter, which may be of other dimensions
-            (updated,) = update_copy(optimizer, {**group, "params": []}, [value], [grads[:1]], seed=1)
-        except Exception:  # noqa: BLE001  (whatever it is, the class does not update what is not its own)
-            return num_states(type(optimizer).__name__)
-        kept = [item for item in updated.state.values() if isinstance(item, Tensor) and item.shape == value.shape]
-        most = max(most, len(kept))
-    return most
-
-
 SHAPE = (16, 24, 3, 3, 3)  # its first numbers: of as many dimensions
 
 
-def state_of_trial(optimizer: Optimizer, shape: tuple[int, ...]) -> dict[Any, Any]:
-    """The state of a parameter of this shape after some updates, as far as that can be tried."""
-    value, grads = small_data(shape, torch.device("cpu"))
-    groups = optimizer.param_groups if wrapped(optimizer) is None else ()
-    # without the state of a parameter, which may be of other dimensions; with it, where ``__init__`` makes it
-    for group in [{**group, "params": []} for group in groups] + [*groups]:
-        with contextlib.suppress(Exception):  # it takes other shapes
-            return {**update_copy(optimizer, group, [value], [grads], seed=1)[0].state}
-    return {}
+def states_of_trial(optimizer: Optimizer, num_dims: int) -> list[dict[Any, Any]]:
+    """Of each group the state of a parameter of so many dimensions after some updates, as far as that can be tried."""
+    value, grads = small_data(SHAPE[:num_dims], torch.device("cpu"))
+    states: list[dict[Any, Any]] = []
+    for group in optimizer.param_groups:
+        # without the state of a parameter, which may be of other dimensions; with it, where ``__init__`` makes it
+        for tried in ({**group, "params": []}, group):
+            with contextlib.suppress(Exception):  # it takes other shapes, or is not made to update what is not its own
+                states.append({**update_copy(optimizer, tried, [value], [grads], seed=1)[0].state})
+                break
+    return states
+
+
+def whole_keys(optimizer: Optimizer) -> list[list[str]]:
+    """Of each group the names of the state tensors that have the parameter's shape, tried on a matrix."""
+    states = states_of_trial(optimizer, 2)
+    return [[k for k, v in state.items() if isinstance(v, Tensor) and v.shape == SHAPE[:2]] for state in states]
+
+
+def num_kept(optimizer: Optimizer) -> int:
+    """How many tensors of a matrix's shape the optimizer keeps for it, the most of any group. Sums of rows and columns
+    (Adafactor) are not among them. Where that can't be tried, the table of classes says it."""
+    keys = whole_keys(optimizer)
+    is_tried = len(keys) == len(optimizer.param_groups)
+    return max(map(len, keys), default=0) if is_tried else num_states(type(optimizer).__name__)
 
 
 class Trial(NamedTuple):

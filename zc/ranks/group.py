@@ -34,20 +34,11 @@ class Group(Control):
     """The ranks of `Control`, with the exchanges of gradients and weights. With a mesh of two dimensions these are of
     the rows and columns; announcements still go to all ranks."""
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup | None,
-        parts: Parts = NO_PARTS,
-        *,
-        reads_memory: bool = True,
-        everyone: Control | None = None,
-    ) -> None:
-        super().__init__(group, parts, reads_memory=reads_memory, everyone=everyone)
-        self._shard: Group | None = None
-        self.replicas: Group | None = None  # the ranks with the same shard as this one, or None without replicas
-        self.levels: OpenLevels | None = None  # with two levels
-        self._new_data: Callable[..., dist.ProcessGroup] | None = None  # makes one more group like `data`
-        self._by_memory = False  # ranks read each other's gradients and weights in place
+    _shard: Group | None = None
+    replicas: Group | None = None  # the ranks with the same shard as this one, or None without replicas
+    levels: OpenLevels | None = None  # with two levels
+    _new_data: Callable[..., dist.ProcessGroup] | None = None  # makes one more group like `data`
+    _by_memory = False  # ranks read each other's gradients and weights in place
 
     @property
     def shard(self) -> Group:

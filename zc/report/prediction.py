@@ -204,7 +204,7 @@ def _optimizers_of(
     for name in params:
         if name not in owners:
             raise PlanError(f"parameter {name} trains since zc.compile, which gave it no bucket: call zc.recompile")
-    counted = [_Counted(one.rule, num_kept(one.local, one.optimizer.param_groups)) for one in compiled.optimizers]
+    counted = [_Counted(one.rule, num_kept(one.local)) for one in compiled.optimizers]
     return counted, owners
 
 

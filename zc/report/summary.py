@@ -76,7 +76,7 @@ def is_proved(program: Program) -> bool:
 
 def summarize(model: nn.Module) -> Summary:
     runtime, optimizers = sharded(model).runtime, sharded(model).optimizers
-    states = [num_kept(each.local, each.optimizer.param_groups) for each in optimizers]
+    states = [num_kept(each.local) for each in optimizers]
     programs = schedules(runtime)
     unproved = sum(not is_proved(program) for program in programs)
     expected = {torch_private.SKIPPED} if runtime.plan.kinds else set()
