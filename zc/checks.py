@@ -83,12 +83,27 @@ def check_model(model: nn.Module) -> dict[str, nn.Parameter]:
             "call requires_grad_(True) on those that shall train"
         )
     check_shared(model, params)
+    _check_shards(model)
     _check_tensors(params)
     _check_sparse(model)
     _check_devices(params)
     _check_storages(params)
     _check_expanded(model)
     return params
+
+
+def _check_shards(model: nn.Module) -> None:
+    """Raises PlanError for a parameter, frozen or not, of which another model has shards."""
+    for other, theirs in COMPILED.items():
+        plan = theirs.runtime.plan
+        in_shards = {id(theirs.runtime.placed[name]) for name in plan.sharded_names}
+        for name, param in model.named_parameters():
+            if id(param) in in_shards:
+                raise PlanError(
+                    f"parameter {name} is one of another model, {type(other).__name__}, that zc has compiled with "
+                    f"{plan.why_sharded}: outside of that model's calls it has no bytes. Compile one module that holds "
+                    "both, or that model with stage=1 or 2 and without shard_frozen"
+                )
 
 
 def check_shared(model: nn.Module, params: Iterable[str]) -> None:

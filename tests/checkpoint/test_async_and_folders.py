@@ -12,6 +12,7 @@ import time
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -22,8 +23,11 @@ from training_runs import message_of
 
 import zc
 from zc import durable
+from zc.checkpoint.files import Reader, Writer
 from zc.checkpoint.folders import Unfinished
-from zc.checkpoint.saving import Call
+from zc.checkpoint.saving import Call, channel_of
+from zc.ranks.group import Group
+from zc.registry import sharded
 
 
 def _async(rank: int, world_size: int, path: Path) -> dict[str, Any]:
@@ -107,6 +111,36 @@ def test_a_failed_asynchronous_save_is_heard_of(tmp_path: Path) -> None:
             assert kind == "CheckpointError"
             assert "rank 0" in text and "OSError: the disk is gone" in text and str(tmp_path / "a") in text
     assert zc.latest(tmp_path) == tmp_path / "next"
+
+
+def _cut(rank: int, world_size: int, path: Path) -> list[str]:
+    """A signal's handler raises while ranks wait, one of which writes or reads later than the other."""
+    model, optimizer = Job("mlp").compiled()
+    zc.save(path / "first", model, optimizer)
+    channel, wait_for = channel_of(sharded(model)), Group.wait_for
+    for cls, name, call in ((Writer, "write_data", zc.save), (Reader, "read_data", zc.load)):
+        is_there, late = threading.Event(), getattr(cls, name)
+
+        def slow(*args: Any, is_there: threading.Event = is_there, late: Any = late) -> Any:
+            is_there.set()
+            time.sleep(rank / 2)
+            return late(*args)
+
+        def raises(group: Group, call: Call, text: str, is_there: threading.Event = is_there) -> None:
+            if call is not channel._call:
+                return wait_for(group, call, text)
+            is_there.wait()
+            raise KeyboardInterrupt
+
+        with patch.object(cls, name, slow), patch.object(Group, "wait_for", raises), pytest.raises(KeyboardInterrupt):
+            call(path / ("cut" if call is zc.save else "first"), model, optimizer)
+        call(path / "next", model, optimizer)
+    return sorted(p.name for p in path.iterdir())
+
+
+def test_what_a_signal_cuts_off_ends_before_the_next_call(tmp_path: Path) -> None:
+    """Both ran at once, and answered each other's collectives: the second one hung."""
+    assert run_ranks(_cut, 2, tmp_path, timeout=30) == [["cut", "first", "next"]] * 2
 
 
 def _keep(rank: int, world_size: int, path: Path) -> tuple[list[str], dict[str, Any]]:

@@ -3,6 +3,7 @@ tests/compatibility/rows_replaced.py trains such models."""
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -128,3 +129,19 @@ def test_a_replaced_parameter_is_refused_by_name_until_it_has_a_place(stage: int
         assert "0.weight is another one now" in swapped and "under another name" in swapped
         assert "parameter 0.weight is called 2.weight now" in moved
         assert len(assigned) == (stage < 3) and all("assign=True" in text for text in assigned)
+
+
+def test_a_parameter_that_is_tied_to_another_one_leaves() -> None:
+    """With overlap_gather the next step looked for it: KeyError after the update, before its gathers."""
+    torch.manual_seed(0)
+    model, x = mlp(depth=3), torch.ones(4, 16)
+    twin = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    zc.compile(model, optimizer, backend="eager", overlap_gather=True)
+    for each in (model, twin):
+        each[2].weight = each[0].weight
+    zc.recompile(model)
+    for each, update_of in ((model, optimizer), (twin, torch.optim.SGD(twin.parameters(), lr=0.1))):
+        mean_square(each, (x, x)).backward()
+        update_of.step()
+    assert all(map(torch.allclose, model.parameters(), twin.parameters()))

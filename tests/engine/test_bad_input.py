@@ -230,14 +230,49 @@ def test_torchrun_without_a_process_group(monkeypatch: pytest.MonkeyPatch) -> No
     refused(zc.PlanError, "WORLD_SIZE is 2", "init_process_group")
 
 
-def test_a_parameter_of_another_compiled_model_is_named() -> None:
-    """It was said to have a post-accumulate-grad hook, which is zc's own of the other model."""
+@pytest.mark.parametrize(
+    ("says", "options"),
+    [
+        ("that zc has compiled and whose", {}),
+        ("that zc has compiled with stage=3: ", {"stage": 3}),
+        ("that zc has compiled with shard_frozen=True: ", {"shard_frozen": True}),
+    ],
+)
+def test_a_parameter_of_another_compiled_model_is_named(says: str, options: dict[str, Any]) -> None:
+    """It was said to have a post-accumulate-grad hook, which is zc's own of the other model; where that has shards, to
+    be a frozen one's fault, or a broadcast of zc.compile raised."""
     first = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
-    of_first = torch.optim.SGD(first.parameters(), lr=0.1)
-    zc.compile(first, of_first, backend="eager")
-    second = nn.Sequential(first[0], nn.Tanh())
-    with pytest.raises(zc.PlanError, match="weight is one of another model, Sequential, that zc has compiled"):
-        zc.compile(second, torch.optim.SGD(second.parameters(), lr=0.1), backend="eager")
+    first[0].weight.requires_grad_("shard_frozen" not in options)
+    of_first = torch.optim.SGD((p for p in first.parameters() if p.requires_grad), lr=0.1)
+    zc.compile(first, of_first, backend="eager", **options)
+    second = nn.Sequential(first[0], nn.Linear(4, 4))
+    if options:  # there a frozen one is refused, too
+        first[0].requires_grad_(False)
+    of_second = torch.optim.SGD((p for p in second.parameters() if p.requires_grad), lr=0.1)
+    with pytest.raises(zc.PlanError, match=f"parameter 0.weight is one of another model, Sequential, {says}"):
+        zc.compile(second, of_second, backend="eager")
+
+
+@pytest.mark.parametrize("is_class", [True, False])
+def test_another_step_than_the_class_had_is_refused(is_class: bool) -> None:
+    """The one of before ran on, in silence, 38 % off."""
+
+    class Own(torch.optim.SGD):
+        pass
+
+    model = nn.Linear(4, 4)
+    optimizer = Own(model.parameters(), lr=0.1)
+    zc.compile(model, optimizer, backend="eager")
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    before = model.weight.detach().clone()
+    if is_class:
+        optimizer.__class__ = torch.optim.Adam  # type: ignore[assignment]
+    else:
+        Own.step = torch.optim.Adam.step  # type: ignore[assignment]
+    with pytest.raises(zc.ZcError, match=r"the step of (Own|Adam) is another one than that which zc.compile has taken"):
+        optimizer.step()
+    assert torch.equal(before, model.weight)
 
 
 @pytest.mark.parametrize("shape", [(4,), (3, 4)])

@@ -33,6 +33,7 @@ class Channel:
     def __init__(self, sharded_model: ShardedModel) -> None:
         self.group, self._device = sharded_model.runtime.group, sharded_model.runtime.plan.buckets[0].device
         self.pending: Saving | None = None  # until every rank knows its outcome
+        self._call: Call | None = None  # the last one
         what = "the first zc.save, zc.load or zc.full_optimizer_state of this model"
         self.data = self.group.new_group(text=what) if self.group.world_size > 1 else None
         # in the names of this model's unfinished folders
@@ -43,7 +44,17 @@ class Channel:
         return {"process_group": self.data, "no_dist": self.data is None}
 
     def start(self, run: Callable[[], Any]) -> Call:
-        return Call(run, self._device)
+        """Runs it in a thread, after the call before, whose caller a signal may have taken away: two that ran at once
+        would answer each other's collectives."""
+        before = self._call
+
+        def in_turn() -> Any:
+            if before is not None:
+                before.is_completed(wait=True)
+            return run()
+
+        self._call = Call(in_turn, self._device)
+        return self._call
 
     def same_call(self, call: str, path: object, **options: object) -> None:
         """Raises RankMismatchError on every rank, unless all ranks make this ``call`` with one path and these options.
@@ -141,9 +152,7 @@ class Saving:
         """Waits for all ranks; every rank calls it. Raises CheckpointError on every rank where one has failed,
         RankLostError where one is gone or stands still."""
         if self._channel is not None:
-            channel, self._channel, channel.pending = self._channel, None, None
-            _UNDER_WAY.discard(self)
-            what = f"saving {self.path}"
+            channel, what = self._channel, f"saving {self.path}"
             try:
                 channel.group.wait_for(self._call, what)
                 with channel.together(what), checkpoint_errors(what):
@@ -151,6 +160,9 @@ class Saving:
             except (ZcError, RuntimeError) as error:
                 self.is_given_up = not self._call.is_completed()
                 self._failure = error  # whoever asks again hears the same, on every rank
+            # not where a signal's handler has raised: the next save, load or the end of the process waits for it
+            self._channel = channel.pending = None
+            _UNDER_WAY.discard(self)
         if self._failure is not None:
             raise self._failure
         return self.path

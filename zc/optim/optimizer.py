@@ -16,6 +16,7 @@ gradients. So zc calls it first, and the optimizer gets a function that only ret
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 import weakref
 import zlib
@@ -75,6 +76,7 @@ class ShardedOptimizer:
         self._groups: list[dict[str, Any]] = []  # as the class sees them
         self.grad_shards, self._writes = grad_shards, writes
         self._closures = Closures(optimizer)
+        self._step = inspect.getattr_static(type(optimizer), "step")
         # what the methods of its class run on
         owner = weakref.proxy(self)
 
@@ -499,6 +501,13 @@ class ShardedOptimizer:
             self.runtime.finish_gradients()
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        if inspect.getattr_static(type(optimizer), "step") is not self._step:
+            raise ZcError(
+                f"the step of {type(optimizer).__name__} is another one than that which zc.compile has taken, so it "
+                "would not run: the optimizer has another class now, or the function was replaced in its class. Call "
+                "zc.close(model), and then zc.compile with an optimizer that has the new one; or set a method of the "
+                "object (optimizer.step = ...), which is called"
+            )
         self.publish_rest()
         self.grad_shards.unscaled.discard(self.number)
         self._check_places("before step()")

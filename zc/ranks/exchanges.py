@@ -272,8 +272,9 @@ class Call:
             raise self._error
         return True
 
-    def is_completed(self) -> bool:
-        return self._is_done.is_set()
+    def is_completed(self, *, wait: bool = False) -> bool:
+        """``wait``: returns once it is."""
+        return self._is_done.wait() if wait else self._is_done.is_set()
 
     def result(self) -> Any:
         if self._error is not None:

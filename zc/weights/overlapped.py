@@ -121,10 +121,10 @@ class OverlappedWeights(Weights):
         self.count_sharing()
 
     def count_sharing(self) -> None:
-        """Counts what shares the storages of new buckets' parameters: they are new, so only the parameters do."""
-        for name, param in self.core.params.items():
-            if name not in self._num_sharing:
-                self._num_sharing[name] = torch_private.num_sharing(param)
+        """Counts what shares the storages of new buckets' parameters: they are new, so only the parameters do. Forgets
+        those that have left."""
+        params, known = self.core.params, self._num_sharing
+        self._num_sharing = {n: known[n] if n in known else torch_private.num_sharing(p) for n, p in params.items()}
 
     def call_of(self, module: nn.Module, call: Callable[..., Any] | None) -> Callable[..., Any] | None:
         """The compiled forward waits for weights. A model that is not compiled does so by its hooks."""
