@@ -241,47 +241,6 @@ def test_state_that_has_no_name_is_refused(make: Callable[[Any], None], words: s
     assert words in str(caught.value)
 
 
-class SumOfTwo(Optimizer):
-    """Steps along the sum of the last two gradients, which it keeps in a list, times an option in a dict."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.1, "scale": {"sum": 0.5, "rest": 0.0}})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is None:
-                    continue
-                last = self.state[param].setdefault("last", [])
-                last.append(param.grad.clone())
-                del last[:-2]
-                param.sub_(group["lr"] * group["scale"]["sum"] * torch.stack(last).sum(0))
-
-
-def test_lists_in_states_and_dicts_in_options_stay_what_they_are(tmp_path: Path) -> None:
-    model = _model()
-    optimizer = SumOfTwo(model.parameters())
-    _train(model, optimizer, 0, 4)
-    wanted = _weights(model)
-    model = _model()
-    optimizer = SumOfTwo(model.parameters())
-    zc.compile(model, optimizer, backend="eager")
-    _train(model, optimizer, 0, 2)
-    zc.save(tmp_path / "two", model, optimizer)
-    state = {"model": zc.full_state_dict(model), "optimizer": zc.full_optimizer_state(model, optimizer)}
-    for way in ("zc.load", "zc.load_state_dict"):
-        model = _model()
-        optimizer = SumOfTwo(model.parameters())
-        zc.compile(model, optimizer, backend="eager")
-        if way == "zc.load":
-            zc.load(tmp_path / "two", model, optimizer)
-        else:
-            zc.load_state_dict(model, optimizer, state)
-        _train(model, optimizer, 2, 4)
-        torch.testing.assert_close(_weights(model), wanted, msg=way)
-
-
 def _hide(rank: int, world_size: int, folder: Path, container: Any) -> list[tuple[str, str]]:
     plain = _model()
     first = Recent(plain.parameters(), container)

@@ -68,7 +68,8 @@ def train(**options):
 
 
 plain = train()
-for options in ({"stage": 1, "backend": "eager"}, {"stage": 2, "backend": "aot_eager"}):
+# with four ranks op by op: a graph has the same schedules, and each rank would compile it
+for options in ({"stage": 1, "backend": "eager"}, {"stage": 2, "backend": "aot_eager" if num_ranks == 2 else "eager"}):
     for ours, theirs in zip(train(**options), plain, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
 dist.destroy_process_group()
