@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from zc.errors import PlanError
 from zc.offload import disk
 from zc.offload.disk import StateFile, place
 
+OVERCOMMIT = Path("/proc/sys/vm/overcommit_memory")
+GUESSES = OVERCOMMIT.exists() and OVERCOMMIT.read_text().strip() == "0"  # whether there is memory for a mapping
 SIZES = {"0/a": (1000, torch.float32), "0/b": (3, torch.float64), "1/a": (0, torch.float32), "1/b": (7, torch.float32)}
 
 
@@ -152,3 +155,26 @@ def test_state_of_another_number_of_ranks_is_refused_and_left_alone(before: int,
             path.unlink()  # as in the next update: nothing to take up, but to mention
     file = StateFile(tmp_path, 0, now, place(SIZES), ["plan"])
     assert file.has_earlier and not file.existed and file.mark is None
+
+
+@pytest.mark.skipif(not GUESSES, reason="not Linux, or with a vm.overcommit_memory of its own")
+@pytest.mark.parametrize("is_allowed", [True, False])
+def test_a_file_larger_than_all_memory_can_be_flushed(
+    is_allowed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pages that are mapped privately count as memory that may be needed, unless the mapping says otherwise. Where that
+    is not allowed, an edit is in the file, as it has always been."""
+    lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    more = sum(int(lines[name].split()[0]) * 1024 for name in ("MemTotal", "SwapTotal")) + (1 << 30)
+    monkeypatch.setattr(StateFile, "_reserve", lambda self: os.ftruncate(self._fd, self.nbytes))  # a file of holes
+    file = StateFile(tmp_path, 0, 1, place({"0/a": (more // 4, torch.float32)}), ["plan"])
+    first = file.tensor("0/a")[:1]
+    first.fill_(1.0)
+    if not is_allowed:
+        monkeypatch.setattr(disk, "_MAP_NORESERVE", 0)
+    file.flush({})
+    first.fill_(2.0)
+    with file.path.open("rb") as content:
+        written = struct.unpack("f", content.read(4))[0]
+    assert (file.is_private, written) == ((True, 1.0) if is_allowed else (False, 2.0)) and first.item() == 2.0
+    file.discard()

@@ -23,12 +23,14 @@ opened, because a full disk would end the process with SIGBUS in the middle of a
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import json
 import mmap
 import os
 import secrets
+import sys
 import weakref
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -194,6 +196,11 @@ class DiskState:
             state = {name: self._items_of(name, param) for name, param in self.slices.items()}
             facts = {"flush": number, "num_updates": self.num_updates, "weights": weights}
             self.file.flush({**facts, "state": {name: items for name, items in state.items() if items}})
+        if not self.file.is_private:
+            core.say_once(
+                "offload_dir: the system maps no private copy of it, so change no state in place before the next "
+                "step(): a resume would have the change"
+            )
 
     def close(self) -> None:
         """See `StateFile.close`."""
@@ -221,7 +228,10 @@ except ImportError:  # pragma: no cover - Windows
 
 FORMAT = 1
 _CHUNK = 1 << 20
-_MAP_FIXED = 0x10  # Linux and macOS; Python's mmap does not name it
+# Python's mmap does not name these two. FIXED: of Linux and macOS. NORESERVE: a private mapping counts as memory that
+# may be needed, and Linux refuses one that is larger than all there is, as states on disk may be
+_MAP_FIXED = 0x10
+_MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0
 
 
 @dataclass(frozen=True)
@@ -287,7 +297,7 @@ class StateFile:
         views = {r.name: memoryview(self._map)[r.offset : r.offset + r.nbytes] for r in regions}
         self._tensors = {r.name: torch.frombuffer(views[r.name], dtype=r.dtype, count=r.numel) for r in regions}
         self._views = {name: weakref.ref(view) for name, view in views.items()}  # each lives as long as its tensors
-        self._is_private = False
+        self.is_private = False  # what the caller writes into a tensor stays out of the file
         if self.mark is not None:
             self._map_privately()
         # a run that ends, or is closed, without a flush removes its file; a killed one leaves a file without a mark
@@ -380,19 +390,23 @@ class StateFile:
         if self.mark_path.exists():
             self.mark_path.unlink()
             sync_folder(self.folder)
-        if self._is_private:
+        if self.is_private:
             for start in range(0, self.nbytes, _CHUNK):
                 here = self._map[start : start + _CHUNK]
                 if os.pread(self._fd, len(here), start) != here:
                     os.pwrite(self._fd, here, start)
             _map_again(self._map, self._fd, 0, self.nbytes, mmap.MAP_SHARED)
-            self._is_private = False
+            self.is_private = False
 
     def _map_privately(self) -> None:
-        """From here on a write to a tensor copies the page that it is in, and the file stays as it is."""
+        """From here on a write to a tensor copies the page that it is in, and the file stays as it is, if the system
+        allows it: where it promises no more memory than it has (vm.overcommit_memory=2), it may not."""
         if fcntl is not None:
-            _map_again(self._map, self._fd, 0, self.nbytes, mmap.MAP_PRIVATE)
-            self._is_private = True
+            flags = mmap.MAP_PRIVATE | _MAP_NORESERVE
+            with contextlib.suppress(OSError):
+                mmap.mmap(self._fd, self.nbytes, flags=flags).close()  # first: what fails in place unmaps what was there
+                _map_again(self._map, self._fd, 0, self.nbytes, flags)
+                self.is_private = True
 
     def flush(self, facts: Mapping[str, Any]) -> None:
         """Syncs the file to disk, and then writes the mark with ``facts``, which the next run has in `found`."""
