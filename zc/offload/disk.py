@@ -404,7 +404,7 @@ class StateFile:
         if fcntl is not None:
             flags = mmap.MAP_PRIVATE | _MAP_NORESERVE
             with contextlib.suppress(OSError):
-                mmap.mmap(self._fd, self.nbytes, flags=flags).close()  # first: what fails in place unmaps what was there
+                mmap.mmap(self._fd, self.nbytes, flags=flags).close()  # a failure in place unmaps what was there
                 _map_again(self._map, self._fd, 0, self.nbytes, flags)
                 self.is_private = True
 
