@@ -74,18 +74,27 @@ def test_nothing_of_them_is_left(way: str, stage: int) -> None:
             torch.testing.assert_close(weights[name].double(), weight, rtol=0, atol=1e-6)
 
 
-def _one_alone(rank: int, world_size: int, has_two: bool) -> str:
+def _one_alone(rank: int, world_size: int, has_two: bool, raises: bool) -> str:
     model, optimizers = _compiled(rank, 2, has_two=has_two)
-    if has_two:  # rank 0 knows of no gradient of the second optimizer, and sees no call
+    if raises and rank == 1:  # and its program goes on
+        own = next(iter(zc.registry.sharded(model).optimizers[0].slices.values()))
+        place, own.data = own.data, own.data.clone()
+        with pytest.raises(zc.ZcError, match="was set to another tensor"):
+            optimizers[0].step()
+        own.data = place
+        optimizers[0].zero_grad()
+    elif has_two:  # rank 0 knows of no gradient of the second optimizer, and sees no call
         type(optimizers[1]).zero_grad(optimizers[1])
-    elif model.head.bias.grad is not None:
+    elif model.head.bias.grad is not None and not raises:
         model.head.bias.grad.zero_()  # its weight keeps a gradient
     with pytest.raises(zc.RankMismatchError) as raised:
         optimizers[0].step()
     return str(raised.value)
 
 
-@pytest.mark.parametrize("has_two", [False, True])
-def test_gradients_that_one_rank_drops_alone_are_refused(has_two: bool) -> None:
-    for text in run_ranks(_one_alone, 2, has_two):
+@pytest.mark.parametrize(("has_two", "raises"), [(False, False), (True, False), (False, True)])
+def test_gradients_that_one_rank_drops_alone_are_refused(has_two: bool, raises: bool) -> None:
+    """After an error that one rank has caught, all ranks are told of it."""
+    for text in run_ranks(_one_alone, 2, has_two, raises):
         assert "what the gradients hold" in text and "by optimizer.zero_grad()" in text
+        assert ("step() raised on rank 1: ZcError: before step() the .data of the optimizer's" in text) == raises

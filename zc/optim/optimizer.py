@@ -632,10 +632,13 @@ def replace_methods(model: nn.Module, sharded: ShardedOptimizer) -> None:
     def step(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
         held = owner()
         try:
-            return before(*args, **kwargs)
-        except Exception:
+            result = before(*args, **kwargs)
+        except Exception as error:
+            held.runtime.group.raised = f"{type(error).__name__}: {error}"  # where others have not, they are told
             held.publish_rest()  # other ranks publish the same buckets
             raise
+        held.runtime.group.raised = ""
+        return result
 
     def zero_grad(set_to_none: bool = True) -> None:
         owner().zero_grad(set_to_none=set_to_none)

@@ -147,6 +147,7 @@ class Control(Exchanges):
         self._process_groups: ProcessGroups | None = None
         self.topology: Topology = flat(1)
         self.note: str | None = None  # of the topology
+        self.raised = ""  # the error of the last step() on this rank; "" after one that has succeeded
         self._neighbours: Neighbours | None = None
         if not dist.is_available() or not dist.is_initialized():
             return
@@ -407,7 +408,9 @@ class Control(Exchanges):
         largest = self.max_on_host([number for digest in digests for number in (-digest, digest)], subject)
         if any(-low == high for low, high in zip(largest[::2], largest[1::2], strict=True)):
             return
-        gathered = self.gather_objects(list(lines))
+        answers = self.gather_objects((list(lines), self.raised))
+        gathered, raised = [theirs for theirs, _ in answers], [text for _, text in answers]
+        alone = [f" Before that, step() raised on rank {rank}: {text}" for rank, text in enumerate(raised) if text]
         for rank, theirs in enumerate(gathered):
             for k in range(max(len(theirs), len(gathered[0]))):
                 here = gathered[0][k] if k < len(gathered[0]) else "(nothing)"
@@ -415,6 +418,7 @@ class Control(Exchanges):
                 if here != there:
                     error = RankMismatchError(
                         f"{subject} differs between ranks: rank 0 has {here}, rank {rank} has {there}. {advice}"
+                        + "".join(alone if len(set(raised)) > 1 else [])
                     )
                     raise error if self.journal is None else self.journal.reported(error)
 
