@@ -46,11 +46,13 @@ def trained(model: nn.Module, x: torch.Tensor, *, compiled: bool, **options: obj
 
 def test_a_segment_donates_its_own_inputs_only() -> None:
     """Inductor reads the positions of donated inputs from the tracing context, where those of the whole backward stand:
-    in a segment they would name other tensors. Canonical names carry what is donated, and both must agree."""
+    in a segment they would name other tensors. Canonical names carry what is donated, and both must agree. It is told
+    the strides that the next segment was traced with."""
     from torch._guards import TracingContext
     from torch._inductor import compile_fx
 
     seen: list[tuple[list[int], list[str]]] = []
+    strides: list[tuple[object, object]] = []
     inner = compile_fx.compile_fx_inner
 
     def spy(gm, example_inputs, **kwargs):
@@ -58,6 +60,9 @@ def test_a_segment_donates_its_own_inputs_only() -> None:
             context = TracingContext.try_get()
             names = [n.name for n in gm.graph.nodes if n.op == "placeholder"]
             seen.append((list(context.fw_metadata.bw_donated_idxs or ()), names))
+            output = gm.graph.output_node()
+            traced = [n if n is None else n.meta["val"].stride() for n in output.args[0]]
+            strides.append((output.meta["original_output_strides"], traced))
         return inner(gm, example_inputs, **kwargs)
 
     model = Net()
@@ -67,6 +72,7 @@ def test_a_segment_donates_its_own_inputs_only() -> None:
     for positions, names in seen:
         assert positions == [i for i, name in enumerate(names) if name.startswith("donated")]
     assert any(positions for positions, _ in seen), "nothing donated: the test shows nothing"
+    assert all(told == traced for told, traced in strides)
 
 
 def test_negative_control_positions_of_the_whole_backward_would_name_other_inputs() -> None:

@@ -93,6 +93,20 @@ class Parts(lightning.LightningModule):
         return [SGD(self.body.parameters(), lr=0.05, momentum=0.9), AdamW(self.heads.parameters(), lr=1e-2)]
 
 
+def trainer_of(world_size: int, folder: str, strategy: Any, **more: Any) -> lightning.Trainer:
+    """On CPU ranks, without what is printed."""
+    return lightning.Trainer(
+        accelerator="cpu",
+        devices=world_size,
+        strategy=strategy,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+        **more,
+    )
+
+
 def _fit(
     rank: int,
     world_size: int,
@@ -106,21 +120,10 @@ def _fit(
         torch.manual_seed(5)
         module = {"forward": Forward, "parts": Parts}[kind]()
         keep = ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1, save_last=True, monitor=None)
-        trainer = lightning.Trainer(
-            accelerator="cpu",
-            devices=world_size,
-            # a step by hand uses some parameters, which DDP must be told
-            strategy=DDPStrategy(find_unused_parameters=kind == "parts") if options is None else ZcStrategy(**options),
-            max_epochs=3,
-            limit_train_batches=4,
-            limit_val_batches=2,
-            callbacks=[keep],
-            logger=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            default_root_dir=folder,
-            **more,
-        )
+        # a step by hand uses some parameters, which DDP must be told
+        strategy = DDPStrategy(find_unused_parameters=kind == "parts") if options is None else ZcStrategy(**options)
+        short = {"max_epochs": 3, "limit_train_batches": 4, "limit_val_batches": 2}
+        trainer = trainer_of(world_size, folder, strategy, callbacks=[keep], **short, **more)
         trainer.fit(
             module,
             DataLoader(regression(), batch_size=2),
@@ -213,19 +216,9 @@ class Finetuned(Forward):
 def _finetune(rank: int, world_size: int, options: dict[str, Any], folder: str) -> tuple[dict[str, Tensor], Any]:
     with torchrun(rank, world_size):
         module, callback = Finetuned(), Unfreezes()
-        trainer = lightning.Trainer(
-            accelerator="cpu",
-            devices=world_size,
-            strategy=ZcStrategy(**options),
-            max_epochs=3,
-            limit_train_batches=4,
-            use_distributed_sampler=False,
-            callbacks=[callback],
-            logger=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            enable_checkpointing=False,
-            default_root_dir=folder,
+        short = {"max_epochs": 3, "limit_train_batches": 4, "enable_checkpointing": False}
+        trainer = trainer_of(
+            world_size, folder, ZcStrategy(**options), callbacks=[callback], use_distributed_sampler=False, **short
         )
         sampler = DistributedSampler(regression(), world_size, rank, shuffle=False)
         trainer.fit(module, DataLoader(regression(), batch_size=2, sampler=sampler))
@@ -260,18 +253,9 @@ def _fit_twice(rank: int, world_size: int, options: Options, folder: str) -> Ten
         torch.manual_seed(5)
         module = Forward()
         for _ in range(2):
-            trainer = lightning.Trainer(
-                accelerator="cpu",
-                devices=world_size,
-                strategy=DDPStrategy() if options is None else ZcStrategy(**options),
-                max_epochs=1,
-                limit_train_batches=4,
-                logger=False,
-                enable_progress_bar=False,
-                enable_model_summary=False,
-                enable_checkpointing=False,
-                default_root_dir=folder,
-            )
+            strategy = DDPStrategy() if options is None else ZcStrategy(**options)
+            short = {"max_epochs": 1, "limit_train_batches": 4, "enable_checkpointing": False}
+            trainer = trainer_of(world_size, folder, strategy, **short)
             trainer.fit(module, DataLoader(regression(), batch_size=2))
         with zc.whole_parameters(module) if options is not None else contextlib.nullcontext():
             return whole(module)
@@ -290,20 +274,10 @@ def _narrow(rank: int, world_size: int, folder: str, resume: str | None) -> dict
     """Masters of param_dtype=bf16 go into the checkpoint, and come back."""
     with torchrun(rank, world_size):
         module = Forward()
-        trainer = lightning.Trainer(
-            accelerator="cpu",
-            devices=world_size,
-            strategy=ZcStrategy(backend="eager", param_dtype=torch.bfloat16),
-            precision="bf16-true",
-            max_epochs=2 if resume else 1,
-            limit_train_batches=3,
-            limit_val_batches=0,
-            logger=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            enable_checkpointing=False,
-            default_root_dir=folder,
-        )
+        strategy = ZcStrategy(backend="eager", param_dtype=torch.bfloat16)
+        short = {"max_epochs": 2 if resume else 1, "limit_train_batches": 3, "limit_val_batches": 0}
+        more = {"precision": "bf16-true", "enable_checkpointing": False}
+        trainer = trainer_of(world_size, folder, strategy, **short, **more)
         seen: dict[str, Tensor] = {}
         if resume:  # before the first update of what was resumed
 
