@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from harness import run_ranks
-from models import CASES
+from models import CASES, mlp
 from save_and_load import Job, joined, parts
 from test_reshard import assert_same
 from torch import Tensor, nn
@@ -157,3 +157,28 @@ def test_from_ddp(tmp_path: Path) -> None:
     for rank in results:
         torch.testing.assert_close(rank["losses"][1], rank["losses"][0], rtol=1e-6, atol=0)
         assert rank["refused"][0] == "CheckpointError" and "extra (foreign)" in rank["refused"][1]
+
+
+@pytest.mark.parametrize(
+    ("saved", "here", "master"),
+    [
+        (torch.float32, torch.float64, torch.float64),
+        (torch.float64, torch.float32, torch.float32),
+        (torch.bfloat16, torch.bfloat16, torch.float32),
+    ],
+    ids=str,
+)
+def test_states_get_the_dtype_of_the_masters(saved: torch.dtype, here: torch.dtype, master: torch.dtype) -> None:
+    """As torch's load_state_dict casts them: the next step raised an error of torch's about another dtype."""
+    plain, model = mlp().to(saved), mlp().to(here)
+    of_plain, optimizer = adamw(plain), adamw(model)
+    plain(torch.ones(2, 16, dtype=saved)).sum().backward()
+    of_plain.step()
+    zc.compile(model, optimizer, backend="eager")
+    zc.load_state_dict(model, optimizer, {"model": plain.state_dict(), "optimizer": of_plain.state_dict()})
+    for theirs, ours in zip(plain.parameters(), model.parameters(), strict=True):
+        wanted = of_plain.state[theirs]["exp_avg"].to(master)
+        loaded = optimizer.state[ours]["exp_avg"]
+        assert loaded.dtype == master and torch.equal(loaded, wanted)
+    model(torch.ones(2, 16, dtype=here)).sum().backward()
+    optimizer.step()

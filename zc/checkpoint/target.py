@@ -32,7 +32,7 @@ from zc.checkpoint.state import Owned, group_of, groups_of, is_extra_state, othe
 from zc.checkpoint.text_keys import own_key, with_own_keys
 from zc.engine.memory_order import change_each, in_shape
 from zc.errors import CheckpointError, some
-from zc.optim.assignment import shape_of_state
+from zc.optim.assignment import is_known, shape_of_state
 
 if TYPE_CHECKING:
     from zc.optim.model import ShardedModel
@@ -377,14 +377,18 @@ def _commit_others(one: ShardedOptimizer, target: Target, states: Mapping[str, d
 
 def _placed(state: Mapping[str, Any], param: Tensor, optimizer: Optimizer, slot: Slot | None = None) -> dict[str, Any]:
     """Moves a state to where the optimizer expects it, which is its parameter's device. A step count stays on the host,
-    unless the update is one kernel that reads it (as in ``torch.optim.Optimizer.load_state_dict``)."""
+    unless the update is one kernel that reads it. torch's classes get the dtype of what they update, of which they keep
+    their states; another may want its own. (Both as in ``torch.optim.Optimizer.load_state_dict``.)"""
     group = group_of(optimizer, param)
+    has_dtype = slot is not None and is_known(optimizer)  # a frozen parameter's waits as it is
 
     def place(key: Any, value: Any) -> Any:
         if isinstance(value, ShardOf):
             assert slot is not None
             value = in_shape(value.local, slot)
         is_moved = isinstance(value, Tensor) and (key != "step" or group.get("fused") or group.get("capturable"))
+        if is_moved and has_dtype and value.is_floating_point() and value.dim() > 0:
+            return value.to(param)
         return value.to(param.device) if is_moved else value
 
     return {key: change_each(place, key, item) for key, item in state.items()}
