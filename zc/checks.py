@@ -135,15 +135,15 @@ def _check_tensors(params: dict[str, nn.Parameter]) -> None:
                 f"parameter {name} has dtype {param.dtype}, zc takes {valid}: "
                 f"{so if param.is_complex() else 'cast it to one of these, or freeze it with requires_grad_(False)'}"
             )
-        if type(param.data) is not torch.Tensor:
-            raise PlanError(
-                f"parameter {name} is a {type(param.data).__name__}, zc takes plain tensors: give it one, or freeze it"
-            )
         other = next((each for each in COMPILED if any(param is theirs for theirs in each.parameters())), None)
         if other is not None and any(torch_private.num_accumulate_hooks([param])):
             raise PlanError(
                 f"parameter {name} is one of another model, {type(other).__name__}, that zc has compiled and whose "
                 "optimizer updates it: compile one module that holds both, with one optimizer, or freeze it here"
+            )
+        if type(param.data) is not torch.Tensor:
+            raise PlanError(
+                f"parameter {name} is a {type(param.data).__name__}, zc takes plain tensors: give it one, or freeze it"
             )
         if any(torch_private.num_accumulate_hooks([param])):
             raise PlanError(

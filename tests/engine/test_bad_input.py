@@ -230,14 +230,16 @@ def test_torchrun_without_a_process_group(monkeypatch: pytest.MonkeyPatch) -> No
     refused(zc.PlanError, "WORLD_SIZE is 2", "init_process_group")
 
 
-def test_a_parameter_of_another_compiled_model_is_named() -> None:
-    """It was said to have a post-accumulate-grad hook, which is zc's own of the other model."""
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_parameter_of_another_compiled_model_is_named(stage: int) -> None:
+    """It was said to have a post-accumulate-grad hook, which is zc's own of the other model; in stage 3, to be no plain
+    tensor, which it is between its uses."""
     first = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
     of_first = torch.optim.SGD(first.parameters(), lr=0.1)
-    zc.compile(first, of_first, backend="eager")
+    zc.compile(first, of_first, stage=stage, backend="eager")
     second = nn.Sequential(first[0], nn.Tanh())
     with pytest.raises(zc.PlanError, match="weight is one of another model, Sequential, that zc has compiled"):
-        zc.compile(second, torch.optim.SGD(second.parameters(), lr=0.1), backend="eager")
+        zc.compile(second, torch.optim.SGD(second.parameters(), lr=0.1), stage=stage, backend="eager")
 
 
 @pytest.mark.parametrize("shape", [(4,), (3, 4)])
