@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import gc
+import threading
 import warnings
+from collections.abc import Callable
 from contextlib import nullcontext
 
 import pytest
@@ -306,6 +308,49 @@ def one_alone(rank: int, world_size: int, backend: str) -> list[float]:
 def test_a_rank_may_evaluate_alone_where_ranks_read_memory() -> None:
     for backend, (values, _) in run_cases(one_alone, 2, ("eager", "aot_eager")):
         assert values[0] == values[1] != values[2] and values[-1] == pytest.approx(values[-2], rel=1e-5), backend
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_second_thread_is_refused_while_the_first_reads_weights(backend: str) -> None:
+    """An evaluation in a thread took the arena of a forward or backward: KeyError on one rank alone. Here it begins in
+    the middle of a forward of code that is not compiled, and of a backward of code that is."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh(), nn.Linear(DIM, DIM))
+    twin, said = copy.deepcopy(net), []
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    zc.compile(net, optimizer, stage=3, backend=backend, bucket_nbytes=1100)
+
+    def use(call: Callable[[], object]) -> None:
+        try:
+            call()
+        except zc.ZcError as error:
+            said.append(str(error))
+
+    def begin(*calls: Callable[[], object]) -> None:
+        for call in calls:
+            thread = threading.Thread(target=use, args=(call,), name="second")
+            thread.start()
+            thread.join()
+
+    x = torch.randn(2, DIM, requires_grad=True)
+    evaluate = torch.no_grad()(lambda: net(x))
+    if backend == "eager":
+        calls = [evaluate, optimizer.step]  # which end here: the second forward finds none
+        net[0].register_forward_hook(lambda *_: begin(*(calls.pop(0) for _ in list(calls))))
+    out = net(x)
+    if backend != "eager":
+        x.register_hook(lambda _: begin(evaluate))
+    out.square().sum().backward()
+    optimizer.step()
+    begin(evaluate)  # nothing else runs: no error
+    in_use = "a forward" if backend == "eager" else "backward "
+    assert len(said) == 1 + (backend == "eager") and "threading.Lock" in said[0], said
+    assert said[0].startswith(f"a forward began in thread second, and {in_use}"), said
+    assert said[1:] == [text for text in said[1:] if text.startswith("an update or a load began in thread second")]
+    twin(x).square().sum().backward()
+    torch.optim.SGD(twin.parameters(), lr=0.1).step()
+    zc.close(net)
+    assert all(torch.allclose(ours, plain) for ours, plain in zip(net.parameters(), twin.parameters(), strict=True))
 
 
 def dropped(rank: int, world_size: int) -> bool:
