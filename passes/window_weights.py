@@ -88,7 +88,7 @@ class _Reads:
             is_made_of_params = all(n in self.of_params or _is_size(n) for n in node.all_input_nodes)
             # made anew in each window, a dropped weight would have two masks
             is_kept = is_schedule_node(node) or node in returned or is_random(node)
-            is_kept |= is_sharded and _is_reduced(node, sources)
+            is_kept |= is_sharded and is_made_of_params and _is_reduced(node, sources)
             if is_made_of_params and not is_kept:
                 self.of_params[node] = tuple(dict.fromkeys(sources))
             elif is_sharded:
@@ -97,9 +97,12 @@ class _Reads:
 
 def _is_reduced(node: fx.Node, sources: Sequence[fx.Node]) -> bool:
     """Whether it is much smaller than the parameters that it is made of, and no view: a norm, a penalty's sum. What
-    reads those of many weights would otherwise need all of these weights in its window."""
+    reads those of many weights would otherwise need all of these weights in its window. False for a symbolic size: to
+    compare one guards the graph by it, or raises where it depends on data."""
     value, storages = node.meta.get("val"), {source.meta.get("storage") for source in sources}
-    if not isinstance(value, torch.Tensor) or node.meta.get("storage") in storages - {None}:
+    if not isinstance(value, torch.Tensor) or isinstance(value.numel(), torch.SymInt):
+        return False
+    if node.meta.get("storage") in storages - {None}:
         return False
     return bool(REDUCED * value.numel() <= sum(source.meta["val"].numel() for source in dict.fromkeys(sources)))
 

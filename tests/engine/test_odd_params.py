@@ -1,4 +1,5 @@
-"""Stage 3, compiled: parameters with holes in their memory, and forwards that reduce or return weights."""
+"""Stage 3, compiled: parameters with holes in their memory, and forwards that reduce or return weights, or
+choose rows."""
 
 from __future__ import annotations
 
@@ -45,6 +46,17 @@ class Returning(nn.Module):
         return self.layer(x), weight[:3], weight.t(), weight.detach()
 
 
+class Chosen(nn.Module):
+    """How many rows it has is known when it runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return (self.last(self.first(x[x[:, 0] > 0])),)
+
+
 def trained(model: Any, optimizer: torch.optim.Optimizer, x: Tensor, updates: int = 3) -> None:
     for _ in range(updates):
         torch.stack([output.square().mean() for output in model(x)]).sum().backward()
@@ -52,7 +64,8 @@ def trained(model: Any, optimizer: torch.optim.Optimizer, x: Tensor, updates: in
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("make", [Holes, Penalty, Returning])
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+@pytest.mark.parametrize("make", [Holes, Penalty, Returning, Chosen])
 def test_against_float64(make: type[nn.Module]) -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)
