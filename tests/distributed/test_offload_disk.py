@@ -9,6 +9,7 @@ import shutil
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -221,6 +222,24 @@ def test_one_ranks_full_disk_stops_all_and_leaves_nothing(tmp_path: Path) -> Non
     assert "RankMismatchError: rank 1 refused" in caught.value.errors[0]
     assert "bytes for rank 1, whose optimizer state takes" in caught.value.errors[1]
     assert not list(tmp_path.iterdir())
+
+
+def flush_fails_on_one(rank: int, world_size: int, folder: str) -> None:
+    """Job: rank 1 can't write its mark."""
+    model, optimizer = build(offload="disk", offload_dir=folder)
+    train(model, optimizer, 0, range(1))
+    if rank == 0:
+        zc.flush_state(model)
+    else:
+        with mock.patch.object(disk, "write_synced", side_effect=OSError("no mark")):
+            zc.flush_state(model)
+
+
+def test_a_flush_that_fails_on_one_rank_raises_on_all(tmp_path: Path) -> None:
+    with pytest.raises(RanksFailed) as caught:
+        run_ranks(flush_fails_on_one, 2, str(tmp_path))
+    assert "rank 1 failed in zc.flush_state, rank 0 did not: OSError: no mark" in caught.value.errors[0]
+    assert "OSError: no mark" in caught.value.errors[1]
 
 
 def test_state_of_other_weights_is_refused(tmp_path: Path) -> None:

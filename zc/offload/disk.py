@@ -184,7 +184,7 @@ class DiskState:
         """See `zc.flush_state`. ``prepare`` copies the caller's writes to parameters into the masters."""
         core, rank = self.core, self.core.group.rank
         (number,) = core.group.max_on_host([secrets.randbits(62) if rank == 0 else 0])
-        with core.group.refuse_together():
+        with core.group.refuse_together("failed in zc.flush_state"):
             prepare()
             self.begin_writes()
             for bucket in core.plan.buckets:

@@ -292,12 +292,12 @@ class Control(Exchanges):
             raise raised
         raise raised from failure
 
-    def refuse_together(self) -> contextlib.AbstractContextManager[None]:
+    def refuse_together(self, what: str = "refused its model or options") -> contextlib.AbstractContextManager[None]:
         """The body refuses nothing, or raises on every rank: its own error where it refused, RankMismatchError
-        elsewhere."""
+        elsewhere, with ``what`` the other rank did."""
 
         def error_of(failure: Exception | None, rank: int, text: str) -> Exception:
-            words = f"rank {rank} refused its model or options, rank {self.rank} did not: {text}"
+            words = f"rank {rank} {what}, rank {self.rank} did not: {text}"
             return RankMismatchError(words) if failure is None else failure
 
         return self.together(error_of)
