@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import io
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -47,6 +48,52 @@ def test_bitwise_the_same_weights(stage: int, backend: str) -> None:
             assert forward.count("wait_event(done/gathered[") == DEPTH, "a wait a bucket"
             assert forward.count("segment(") == DEPTH, "cut where a bucket is first read"
             assert "races 0, redundant 0" in forward
+
+
+class _Interrupted(nn.Module):
+    """Another thread calls ``meanwhile`` in the middle of a forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+        self.meanwhile: Callable[[], object] = lambda: None
+
+    @torch.compiler.disable
+    def interrupt(self) -> None:
+        thread = threading.Thread(target=self.meanwhile, name="second")
+        thread.start()
+        thread.join()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        self.interrupt()
+        return self.last(x)
+
+
+def test_a_second_thread_is_refused_inside_a_forward() -> None:
+    """The waits of a forward that was in another thread were taken for its own: AssertionError, or a hang."""
+    model = _Interrupted()
+    optimizer = adamw(model)
+    zc.compile(model, optimizer, backend="aot_eager", bucket_nbytes=BUCKET, overlap_gather=True)
+    said = []
+
+    def update() -> None:
+        try:
+            optimizer.step()
+        except zc.ZcError as error:
+            said.append(str(error))
+
+    model(torch.ones(2, DIM)).sum().backward()
+    before = [param.detach().clone() for param in model.parameters()]
+    model.meanwhile = update
+    model(torch.ones(2, DIM))
+    assert len(said) == 1 and said[0].startswith("an update or a load began in thread second, and a forward"), said
+    assert "with overlap_gather one thread at a time" in said[0] and "leave overlap_gather out" in said[0]
+    assert all(map(torch.equal, before, model.parameters()))
+    optimizer.step()
+    model.meanwhile = lambda: None
+    model(torch.ones(2, DIM))
+    assert not torch.equal(before[0], next(model.parameters()))
 
 
 def _averaged(model: nn.Module) -> list[torch.Tensor]:

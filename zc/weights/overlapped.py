@@ -132,6 +132,11 @@ class OverlappedWeights(Weights):
 
     @contextmanager
     def forward(self) -> Iterator[None]:
+        with self.managed.used("a forward"), self._forward():
+            yield
+
+    @contextmanager
+    def _forward(self) -> Iterator[None]:
         is_outer = self._depth == 0
         watching = self._begin() if is_outer else nullcontext()
         self._depth += 1
@@ -231,6 +236,14 @@ class OverlappedWeights(Weights):
         return lambda: arrive(first)
 
     # --- updates ---
+
+    def before_writes(self) -> None:
+        self.managed.enter("an update or a load")
+        super().before_writes()
+
+    def published(self, buckets: Sequence[int]) -> None:
+        self.managed.leave("an update or a load")
+        super().published(buckets)
 
     def _fill(self, buckets: Sequence[int], *, is_exact: bool) -> None:
         """Launches the gathers of ``buckets``. Whoever has waited for them may read flat_param."""

@@ -23,6 +23,7 @@ anywhere: numbers, names, or views of its arguments. Any other one raises there,
 from __future__ import annotations
 
 import contextlib
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -330,12 +331,51 @@ class ManagedParams:
         self.why = why
         if come:
             _COMING.add(self)
+        self._way_out = (
+            "leave overlap_gather out"
+            if come
+            else "let threads that only evaluate begin and end inside `with zc.whole_parameters(model):`"
+        )
+        self.threads: dict[str, int] = {}  # what uses the weights at the moment -> in which thread
+        self._lock = threading.Lock()  # of that
         self._weights = weakref.ref(weights)
         # weak: `_OWNERS` keeps this object as long as any of its parameters lives
         self._params: dict[int, weakref.ref[nn.Parameter]] = {}
         self._views: list[
             tuple[weakref.ref[Tensor], weakref.ref[nn.Parameter]]
         ] = []  # made since the last update, of whole ones
+
+    def enter(self, what: str) -> None:
+        """This thread uses the weights for ``what`` until `leave`. Raises ZcError if another thread uses them: what is
+        here, or on its way, is known for the order in which one pass reads."""
+        thread = threading.get_ident()
+        with self._lock:
+            others = [(running, other) for running, other in list(self.threads.items()) if other != thread]
+            if not others:
+                self.threads[what] = thread
+                return
+        running, other = others[0]
+        names = {t.ident: t.name for t in threading.enumerate()}
+        raise ZcError(
+            f"{what} began in thread {names.get(thread)}, and {running} of the same model runs in thread "
+            f"{names.get(other)}: with {self.why} one thread at a time may use the weights. Hold one threading.Lock "
+            f"around each forward, backward, step() and load; or {self._way_out}"
+        )
+
+    def leave(self, what: str) -> None:
+        """The use has ended."""
+        self.threads.pop(what, None)
+
+    @contextlib.contextmanager
+    def used(self, what: str) -> Iterator[None]:
+        """Inside, this thread uses the weights for ``what``, which may contain another ``what``."""
+        is_first = what not in self.threads
+        self.enter(what)
+        try:
+            yield
+        finally:
+            if is_first:
+                self.leave(what)
 
     def add(self, params: Iterable[nn.Parameter]) -> None:
         """From now on who reads these parameters asks first. Skips empty ones, and those of another class than

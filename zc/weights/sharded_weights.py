@@ -301,7 +301,7 @@ class ShardedWeights(Weights):
     def published(self, buckets: Sequence[int]) -> None:
         """The shards of ``buckets`` have their new values: all ranks may gather them."""
         core = self.core
-        self.passes.leave("an update or a load")
+        self.managed.leave("an update or a load")
         self.open_shards()
         self.passes.end_update()
         self.whole.end_update()
@@ -328,7 +328,7 @@ class ShardedWeights(Weights):
                 "optimizer.step(), or a load, inside zc.whole_parameters: the whole weights would stay those of before "
                 "it. Leave the block first"
             )
-        self.passes.enter("an update or a load")
+        self.managed.enter("an update or a load")
         self.synchronize()
         core.streams.join_main()
         self.whole.refuse_others()
@@ -396,8 +396,6 @@ class ModelPasses(Part):
         self._num_passes = 0  # with gradients, since the last update
         self._task = -1  # autograd's number of the backward that runs
         self._depth = 0  # forwards of the model inside one another
-        self._threads: dict[str, int] = {}  # what uses the weights at the moment -> in which thread
-        self._lock = threading.Lock()  # of that
         self.is_unsharded = False  # inside zc.whole_parameters
         # Dynamo has the whole forward, and finds plain parameters in it; else blocks are compiled one by one, and what
         # is between them runs eagerly
@@ -431,40 +429,18 @@ class ModelPasses(Part):
         self._uses.end(is_order_kept=not self._is_trial)
         self._whole.say_reasons()
 
-    def enter(self, what: str) -> None:
-        """This thread uses the weights for ``what`` until `leave`. Raises ZcError if another thread uses them: there is
-        one arena of gathered weights, filled in the order in which one pass reads."""
-        thread = threading.get_ident()
-        with self._lock:
-            others = [(running, other) for running, other in list(self._threads.items()) if other != thread]
-            if not others:
-                self._threads[what] = thread
-                return
-        running, other = others[0]
-        names = {t.ident: t.name for t in threading.enumerate()}
-        raise ZcError(
-            f"{what} began in thread {names.get(thread)}, and {running} of the same model runs in thread "
-            f"{names.get(other)}: with {self.managed.why} one thread at a time may use the weights. Hold one "
-            "threading.Lock around each forward, backward, step() and load; or let threads that only evaluate begin "
-            "and end inside `with zc.whole_parameters(model):`"
-        )
-
-    def leave(self, what: str) -> None:
-        """The use has ended."""
-        self._threads.pop(what, None)
-
     def note_backward(self, *, is_on_cpu: bool) -> None:
         """Compiled code reads weights. In a backward they are in use until that ends; on a device autograd has a thread
         of its own for it, which may serve the thread of a forward."""
         what = f"backward {torch_private.current_graph_task()}"
-        if torch_private.current_graph_task() == -1 or what in self._threads or self.is_unsharded:
+        if torch_private.current_graph_task() == -1 or what in self.managed.threads or self.is_unsharded:
             return
         if is_on_cpu:
-            self.enter(what)
-        self._threads[what] = threading.get_ident()
-        callback = partial(self.leave, what)
+            self.managed.enter(what)
+        self.managed.threads[what] = threading.get_ident()
+        callback = partial(self.managed.leave, what)
         torch_private.queue_callback(callback)
-        weakref.finalize(callback, weakly(self.leave), what).atexit = False  # after one that raised
+        weakref.finalize(callback, weakly(self.managed.leave), what).atexit = False  # after one that raised
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -473,14 +449,8 @@ class ModelPasses(Part):
             with self._forward():
                 yield
             return
-        is_first = "a forward" not in self._threads
-        self.enter("a forward")
-        try:
-            with self._forward():
-                yield
-        finally:
-            if is_first:
-                self.leave("a forward")
+        with self.managed.used("a forward"), self._forward():
+            yield
 
     @contextmanager
     def _forward(self) -> Iterator[None]:

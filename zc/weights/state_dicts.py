@@ -228,5 +228,5 @@ class StateDicts:
         self._loaded = None
         if self._is_closed:
             self._weights.whole.end_load()
-            self._weights.passes.leave("an update or a load")
+            self._weights.managed.leave("an update or a load")
         self._is_closed = False
