@@ -15,7 +15,6 @@ SHARDED_STATE_DICT.
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -55,49 +54,6 @@ def write_value(core: Core, bucket: Bucket, slot: Slot, value: Tensor, before: T
         copy_writes([master], [new], None if before is None else [before[elements].to(master.device)])
 
 
-@functools.cache
-def _class_of_rows() -> type[Tensor]:
-    from torch.distributed.tensor import DTensor  # takes 0.3 s
-
-    class Rows(DTensor):
-        """A DTensor of `rows_of`, and what is computed of it: mixed with a whole tensor it names the way out. Functions
-        get a plain DTensor, which they also copy and pickle."""
-
-        __slots__ = ()
-
-        @classmethod
-        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            leaves: list[Any] = torch_private.tensors_in((args, kwargs))
-            own: list[Any] = [leaf for leaf in leaves if type(leaf) is Rows]
-            for leaf in own:
-                leaf.__class__ = DTensor
-            try:
-                output = func(*args, **(kwargs or {}))
-            except RuntimeError as error:
-                if not any(isinstance(leaf, Tensor) and not isinstance(leaf, DTensor) for leaf in leaves):
-                    raise
-                raise ZcError(
-                    f"{func.__name__} mixes whole tensors with what model.state_dict() has given, this rank's rows of "
-                    f"a tensor of shape {tuple(own[0].shape)}: for an average of the weights take whole ones from "
-                    "zc.iter_weights(model), or call .full_tensor() of the rows, both on all ranks"
-                ) from error
-            finally:
-                for leaf in own:
-                    leaf.__class__ = Rows
-            for leaf in torch_private.tensors_in(output):
-                if type(leaf) is DTensor:
-                    _as_rows(leaf)
-            return output
-
-    return Rows
-
-
-def _as_rows(rows: Any) -> Tensor:
-    rows.__class__ = _class_of_rows()
-    made: Tensor = rows
-    return made
-
-
 def rows_of(whole: Tensor, mesh: DeviceMesh | None) -> Tensor:
     """A copy of this rank's rows of ``whole`` as a DTensor. The ranks of a mesh of one dimension divide them as
     torch.chunk does. A tensor without dimensions is copied on every rank. Without a mesh one rank has all rows."""
@@ -106,12 +62,12 @@ def rows_of(whole: Tensor, mesh: DeviceMesh | None) -> Tensor:
     from torch.distributed.tensor import DTensor, Replicate, Shard  # takes 0.3 s
 
     if whole.dim() == 0:
-        return _as_rows(DTensor.from_local(whole.clone(), mesh, [Replicate()], run_check=False))
+        return DTensor.from_local(whole.clone(), mesh, [Replicate()], run_check=False)
     count = -(-whole.shape[0] // mesh.size())  # rows of each rank but the last ones
     first = min(count * mesh.get_local_rank(), whole.shape[0])
     own = whole[first : first + count].clone(memory_format=torch.contiguous_format)
     strides = torch.empty(whole.shape, device="meta").stride()
-    return _as_rows(DTensor.from_local(own, mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=strides))
+    return DTensor.from_local(own, mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=strides)
 
 
 def _rows(weights: ShardedWeights, params: Collection[nn.Parameter]) -> Iterator[tuple[nn.Parameter, Tensor]]:
