@@ -86,6 +86,20 @@ def test_the_arguments_of_a_function_of_aten() -> None:
     assert torch_private.schema_of(torch.ops.aten.sum.default)[1] == ()
 
 
+@contract("exact_norms", "norms are linalg_vector_norm and _foreach_norm")
+@pytest.mark.parametrize("foreach", [True, False])
+def test_norms_are_rounded_once(foreach: bool) -> None:
+    """Outside, the norm of a million of them is 1e-5 off, and so is what is clipped by it."""
+    param = nn.Parameter(torch.zeros(1 << 20))
+    param.grad = torch.randn(param.shape, generator=torch.Generator().manual_seed(0)) * 1e-4
+    exact = float(param.grad.double().square().sum().sqrt())
+    with torch_private.exact_norms():
+        own = param.grad.norm()
+        clipped = nn.utils.clip_grad_norm_([param], 1e-3, foreach=foreach)
+    assert own.dtype == clipped.dtype == torch.float32 and own.shape == clipped.shape == ()
+    assert [float(own), float(clipped)] == pytest.approx([exact, exact], rel=1e-7)
+
+
 @contract("without_torch_function", "torch._C.DisableTorchFunctionSubclass")
 def test_torch_function_is_not_asked() -> None:
     tensor = torch.ones(2).as_subclass(_Plain)

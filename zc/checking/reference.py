@@ -11,6 +11,7 @@ gathered as they are: the rule stays, but what depends on the rank can't be told
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -40,7 +41,8 @@ class First:
 
 class Reference:
     """A run from the start. ``noise``: None, or the seed of one that begins one rounding beside it: weights, inputs and
-    each mean gradient are off by about as much as rounding them once."""
+    each mean gradient are off by about as much as rounding them once, and norms in its updates, by which gradients are
+    clipped, are without the error of torch's sums."""
 
     def __init__(self, loop: Loop, noise: int | None = None) -> None:
         self.loop, self.first = loop, First()
@@ -179,7 +181,8 @@ class Reference:
         if watches:
             self._watched_update(params)
         else:
-            self.loop.update(self.masters, self.optimizer)
+            with torch_private.exact_norms() if self._noise is not None else nullcontext():
+                self.loop.update(self.masters, self.optimizer)
         for param in params.values():
             param.grad = None
         if self.model is not self.masters:
