@@ -85,7 +85,7 @@ def _many(rank: int, world_size: int, how: str, num: int) -> tuple[Any, Any, Any
         held = held_open()
         end = time.monotonic() + 2
         while how == "close" and held[0] > before[0] and time.monotonic() < end:
-            held = min(held, held_open())  # another thread may have held a file open at the moment of the first look
+            held = min(held, held_open())  # a file of another thread was open at the first look
         most = max(most, held)
     model, _ = trained(rank)
     zc.close(model)

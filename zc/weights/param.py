@@ -345,15 +345,16 @@ class ManagedParams:
             tuple[weakref.ref[Tensor], weakref.ref[nn.Parameter]]
         ] = []  # made since the last update, of whole ones
 
-    def enter(self, what: str) -> None:
-        """This thread uses the weights for ``what`` until `leave`. Raises ZcError if another thread uses them: what is
-        here, or on its way, is known for the order in which one pass reads."""
+    def enter(self, what: str) -> bool:
+        """This thread uses the weights for ``what`` until `leave`; whether it did not before. Raises ZcError if another
+        thread uses them: what is here, or on its way, is known for the order in which one pass reads."""
         thread = threading.get_ident()
         with self._lock:
             others = [(running, other) for running, other in list(self.threads.items()) if other != thread]
             if not others:
+                is_first = what not in self.threads
                 self.threads[what] = thread
-                return
+                return is_first
         running, other = others[0]
         names = {t.ident: t.name for t in threading.enumerate()}
         raise ZcError(
@@ -369,8 +370,7 @@ class ManagedParams:
     @contextlib.contextmanager
     def used(self, what: str) -> Iterator[None]:
         """Inside, this thread uses the weights for ``what``, which may contain another ``what``."""
-        is_first = what not in self.threads
-        self.enter(what)
+        is_first = self.enter(what)
         try:
             yield
         finally:
