@@ -76,7 +76,8 @@ class ShardedOptimizer:
         self._groups: list[dict[str, Any]] = []  # as the class sees them
         self.grad_shards, self._writes = grad_shards, writes
         self._closures = Closures(optimizer)
-        self._step = inspect.getattr_static(type(optimizer), "step")
+        others = candidates(type(optimizer))
+        self._of_class = {name: getattr(type(optimizer), name) for name in (*REPLACED, *others)}
         # what the methods of its class run on
         owner = weakref.proxy(self)
 
@@ -84,7 +85,7 @@ class ShardedOptimizer:
             owner.called_zero_grad[0 if set_to_none else 1] = 1
             Optimizer.zero_grad(second, set_to_none)
 
-        self.local: Any = second_object(optimizer, zero_grad, candidates(type(optimizer)))
+        self.local: Any = second_object(optimizer, zero_grad, others)
         # by the method of the class that runs now, and so by all ranks: which set to None, which made zeros
         self.called_zero_grad = [0, 0]
         self._is_known, self._may_zero = is_known(optimizer), may_zero(type(optimizer))
@@ -112,6 +113,18 @@ class ShardedOptimizer:
         self._remove_hooks = torch_private.surround_step(
             self.optimizer, self._before_hooks, self._before_step, self._after_step
         )
+
+    def refuse_other_methods(self) -> None:
+        """Raises ZcError where the class has other methods than when zc took them."""
+        cls = type(self.optimizer)
+        for name, method in self._of_class.items():
+            if getattr(cls, name, None) != method:
+                raise ZcError(
+                    f"the {name} of {cls.__name__} is another one than that which zc.compile has taken, so it would not "
+                    "run: the optimizer has another class now, or the function was replaced in its class. Call "
+                    "zc.close(model), and then zc.compile with an optimizer that has the new one; or set a method of "
+                    f"the object (optimizer.{name} = ...), which is called"
+                )
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
@@ -501,13 +514,7 @@ class ShardedOptimizer:
             self.runtime.finish_gradients()
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        if inspect.getattr_static(type(optimizer), "step") is not self._step:
-            raise ZcError(
-                f"the step of {type(optimizer).__name__} is another one than that which zc.compile has taken, so it "
-                "would not run: the optimizer has another class now, or the function was replaced in its class. Call "
-                "zc.close(model), and then zc.compile with an optimizer that has the new one; or set a method of the "
-                "object (optimizer.step = ...), which is called"
-            )
+        self.refuse_other_methods()
         self.publish_rest()
         self.grad_shards.unscaled.discard(self.number)
         self._check_places("before step()")
@@ -625,7 +632,10 @@ def replace_methods(model: nn.Module, sharded: ShardedOptimizer) -> None:
 
     def owner() -> ShardedOptimizer:
         held = reference()
-        return refuse_closed(optimizer) if held is None or held.is_closed else held
+        if held is None or held.is_closed:
+            return refuse_closed(optimizer)
+        held.refuse_other_methods()
+        return held
 
     # a method with the signature of the class's: schedulers and GradScaler look at it. It may be a scheduler's already.
     @functools.wraps(getattr(before, "__func__", before))
@@ -645,7 +655,7 @@ def replace_methods(model: nn.Module, sharded: ShardedOptimizer) -> None:
 
     def state_dict() -> dict[str, Any]:
         held = reference()
-        return type(optimizer).state_dict(optimizer) if held is None or held.is_closed else held.state_dict()
+        return type(optimizer).state_dict(optimizer) if held is None or held.is_closed else owner().state_dict()
 
     def load_state_dict(state_dict: dict[str, Any]) -> None:
         owner().load_state_dict(state_dict)
