@@ -16,7 +16,6 @@ gradients. So zc calls it first, and the optimizer gets a function that only ret
 from __future__ import annotations
 
 import functools
-import inspect
 import itertools
 import weakref
 import zlib
@@ -120,8 +119,8 @@ class ShardedOptimizer:
         for name, method in self._of_class.items():
             if getattr(cls, name, None) != method:
                 raise ZcError(
-                    f"the {name} of {cls.__name__} is another one than that which zc.compile has taken, so it would not "
-                    "run: the optimizer has another class now, or the function was replaced in its class. Call "
+                    f"the {name} of {cls.__name__} is another one than that which zc.compile has taken, so it would "
+                    "not run: the optimizer has another class now, or the function was replaced in its class. Call "
                     "zc.close(model), and then zc.compile with an optimizer that has the new one; or set a method of "
                     f"the object (optimizer.{name} = ...), which is called"
                 )
