@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import os
 import secrets
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -33,7 +34,9 @@ class Channel:
     def __init__(self, sharded_model: ShardedModel) -> None:
         self.group, self._device = sharded_model.runtime.group, sharded_model.runtime.plan.buckets[0].device
         self.pending: Saving | None = None  # until every rank knows its outcome
-        self._call: Call | None = None  # the last one
+        # the end of the last call; not the call, whose error has the frames that raised it, with their tensors
+        self._last = threading.Event()
+        self._last.set()
         what = "the first zc.save, zc.load or zc.full_optimizer_state of this model"
         self.data = self.group.new_group(text=what) if self.group.world_size > 1 else None
         # in the names of this model's unfinished folders
@@ -46,15 +49,15 @@ class Channel:
     def start(self, run: Callable[[], Any]) -> Call:
         """Runs it in a thread, after the call before, whose caller a signal may have taken away: two that ran at once
         would answer each other's collectives."""
-        before = self._call
+        before = self._last
 
         def in_turn() -> Any:
-            if before is not None:
-                before.is_completed(wait=True)
+            before.wait()
             return run()
 
-        self._call = Call(in_turn, self._device)
-        return self._call
+        call = Call(in_turn, self._device)
+        self._last = call.is_done
+        return call
 
     def same_call(self, call: str, path: object, **options: object) -> None:
         """Raises RankMismatchError on every rank, unless all ranks make this ``call`` with one path and these options.
@@ -140,7 +143,7 @@ class Saving:
     @property
     def is_done(self) -> bool:
         """Whether this rank has nothing more to do for it."""
-        return self._call.is_completed()
+        return self._call.is_done.is_set()
 
     def finish(self) -> None:
         """This rank's part."""
@@ -158,7 +161,7 @@ class Saving:
                 with channel.together(what), checkpoint_errors(what):
                     self._call.result()
             except (ZcError, RuntimeError) as error:
-                self.is_given_up = not self._call.is_completed()
+                self.is_given_up = not self._call.is_done.is_set()
                 self._failure = error  # whoever asks again hears the same, on every rank
             # not where a signal's handler has raised: the next save, load or the end of the process waits for it
             self._channel = channel.pending = None

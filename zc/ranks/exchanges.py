@@ -248,7 +248,7 @@ class Call:
         device: torch.device | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        self._is_done = threading.Event()
+        self.is_done = threading.Event()
         self._result: Any = None  # the thread writes it and the error before it sets the event; others read them after
         self._error: BaseException | None = None
         self._thread = process.start_thread(self._work, (run, device), "zc call", group)
@@ -260,21 +260,17 @@ class Call:
             self._result = run()
         except BaseException as error:  # noqa: BLE001  (DCP's is no Exception; the waiting thread raises it)
             self._error = error
-        self._is_done.set()
+        self.is_done.set()
 
     def __call__(self, seconds: float | None = None) -> bool:
         """Raises errors of the network. `result` raises all others, which concern this rank alone."""
-        if not self._is_done.wait(seconds):
+        if not self.is_done.wait(seconds):
             return False
         # the thread frees tensors as it ends: in C++, while the process ends, that would abort (zc/ranks/process.py)
         self._thread.join()
         if isinstance(self._error, RuntimeError) and not isinstance(self._error, ZcError):
             raise self._error
         return True
-
-    def is_completed(self, *, wait: bool = False) -> bool:
-        """``wait``: returns once it is."""
-        return self._is_done.wait() if wait else self._is_done.is_set()
 
     def result(self) -> Any:
         if self._error is not None:
