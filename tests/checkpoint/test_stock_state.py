@@ -140,7 +140,7 @@ def test_whole_states_and_what_is_refused() -> None:
 KEPT = [{"stage": 1}, {"stage": 2, "bucket_nbytes": 256}, {"stage": 3}, {"stage": 2, "offload": "cpu"}]
 
 
-def _loads_beside_gradients(rank: int, options: dict[str, Any] | None, with_model: bool) -> dict[str, Tensor]:
+def _loads_beside_gradients(rank: int, options: dict[str, Any] | None, by: str) -> dict[str, Tensor]:
     """The weights after two backwards, each with a load of older states behind it, and a step. DDP without options."""
     case, full = CASES["mlp"], StateDictOptions(full_state_dict=True)
     model = case.model(0)
@@ -157,7 +157,9 @@ def _loads_beside_gradients(rank: int, options: dict[str, Any] | None, with_mode
         states = states or [copy.deepcopy(each) for each in get_state_dict(trained, optimizer, options=full)]
     for step in (2, 3):
         case.loss(trained, case.batch(rank, step, 0)).backward()
-        if with_model:
+        if by == "zc" and options is not None:
+            zc.load_state_dict(model, optimizer, {"model": states[0], "optimizer": states[1]})
+        elif by != "optimizer":
             given = {"model_state_dict": dict(states[0]), "optim_state_dict": states[1]}
             set_state_dict(trained, optimizer, **given, options=full)
         else:
@@ -166,15 +168,15 @@ def _loads_beside_gradients(rank: int, options: dict[str, Any] | None, with_mode
     return dict(model.state_dict()) if options is None else {n: w.clone() for n, w in zc.iter_weights(model)}
 
 
-def _as_ddp(rank: int, world_size: int, options: dict[str, Any], with_model: bool) -> None:
-    wanted = _loads_beside_gradients(rank, None, with_model)
-    for name, weight in _loads_beside_gradients(rank, options, with_model).items():
+def _as_ddp(rank: int, world_size: int, options: dict[str, Any], by: str) -> None:
+    wanted = _loads_beside_gradients(rank, None, by)
+    for name, weight in _loads_beside_gradients(rank, options, by).items():
         torch.testing.assert_close(weight, wanted[name], rtol=1e-5, atol=1e-6)
 
 
 def test_gradients_that_await_their_step_stay() -> None:
     """As in DDP. They were dropped in silence, and step() did nothing."""
-    run_cases(_as_ddp, 2, [(options, flag) for options in KEPT for flag in (False, True)])
+    run_cases(_as_ddp, 2, [(options, by) for options in KEPT for by in ("optimizer", "both", "zc")])
 
 
 def test_asking_for_first_states_leaves_all_random_generators(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,7 +52,7 @@ def load_state_dict(model: nn.Module, optimizer: Optimizers, state: Mapping[str,
     or dict of their state_dicts, like the container that `compile` got. It may also be one state for all, as
     torch.distributed.checkpoint.state_dict makes it. Prefixes ``module.`` and ``_orig_mod.`` are dropped.
 
-    Every rank passes the same state. Call it between updates: gradients are dropped.
+    Every rank passes the same state. Call it between updates. Gradients stay, as in DDP.
 
     Raises:
         CheckpointError: names what is missing, extra or has another shape. Nothing is changed.
@@ -142,8 +142,8 @@ def load(path: str | Path, model: nn.Module, optimizer: Optimizers) -> Any:
     """Loads a checkpoint from any number of ranks into any plan. Every rank calls it, between updates.
 
     It reads and checks everything before it changes anything, so it needs memory for one more copy of this rank's part.
-    It also reads DCP checkpoints of DDP and FSDP2 programs with the same keys, without checksums. Gradients are
-    dropped.
+    It also reads DCP checkpoints of DDP and FSDP2 programs with the same keys, without checksums. Gradients stay, as in
+    DDP.
 
     Returns:
         The ``extra`` that was saved: this rank's own if the checkpoint is of as many ranks, otherwise rank 0's.

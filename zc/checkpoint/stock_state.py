@@ -99,7 +99,7 @@ def _put(model: nn.Module, optimizers: Sequence[Optimizer], state: Any, options:
     sharded_model.take_over_writes()  # so that the weights stay as they are
     with channel_of(sharded_model).together("loading a state"):
         target = from_optimizer_state(sharded_model, state)
-    commit(model, sharded_model, target, drop_gradients=False)  # as in DDP
+    commit(model, sharded_model, target)
     return True
 
 

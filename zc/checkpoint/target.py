@@ -320,10 +320,8 @@ def _options_of_later(optimizer: Optimizer, group: Mapping[str, Any], lacking: s
 
 
 @torch.no_grad()
-def commit(model: nn.Module, sharded_model: ShardedModel, target: Target, *, drop_gradients: bool = True) -> None:
-    """Copies the checked ``target`` into the live state and gathers the weights. Collective."""
-    if drop_gradients:
-        sharded_model.zero_grad()
+def commit(model: nn.Module, sharded_model: ShardedModel, target: Target) -> None:
+    """Copies the checked ``target`` into the live state and gathers the weights. Collective. Gradients stay, as in DDP."""
     sharded_model.runtime.weights.before_writes()
     mine, rest = owned(sharded_model), others(model, sharded_model)
     extra_states: list[tuple[Path, Any]] = []

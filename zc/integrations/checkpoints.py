@@ -153,7 +153,7 @@ def whole_weights(model: nn.Module) -> dict[str, Any]:
 def load_masters(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
     """The fp32 masters take what narrower parameters have lost of ``weights``, a state that ``model.load_state_dict``
     has loaded: with ``strict=False`` it may lack names and have others. Optimizer states, and masters that are not in
-    it, stay. Every rank calls it; gradients are dropped."""
+    it, stay, and so do gradients. Every rank calls it."""
     sharded_model = COMPILED.get(model)
     if sharded_model is None or not any(bucket.has_master for bucket in sharded_model.runtime.plan.buckets):
         return
