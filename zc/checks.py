@@ -214,15 +214,16 @@ def _check_storages(params: dict[str, nn.Parameter]) -> None:
 
 
 def _check_expanded(model: nn.Module) -> None:
-    """Raises PlanError for a buffer into which no rank can copy rank 0's values."""
+    """Raises PlanError for a buffer or parameter into which no rank can copy rank 0's values."""
     own = left_to_ranks(model)
-    for name, buffer in model.named_buffers():
-        if name in own or buffer.layout != torch.strided or buffer.is_nested or buffer.is_meta or not buffer.numel():
+    for name, one in (*model.named_parameters(), *model.named_buffers()):
+        if name in own or one.layout != torch.strided or one.is_nested or one.is_meta or not one.numel():
             continue
-        if any(n > 1 and s == 0 for n, s in zip(buffer.shape, buffer.stride(), strict=True)):
+        if any(n > 1 and s == 0 for n, s in zip(one.shape, one.stride(), strict=True)):
+            kind = "parameter" if isinstance(one, nn.Parameter) else "buffer"
             raise PlanError(
-                f"buffer {name} {tuple(buffer.shape)} was made by expand: its strides are {buffer.stride()}, so "
-                "several elements are one place in memory, which can't be written. Give it its own memory by .clone()"
+                f"{kind} {name} {tuple(one.shape)} was made by expand: its strides are {one.stride()}, so several "
+                "elements are one place in memory, which can't be written. Give it its own memory by .clone()"
             )
 
 

@@ -279,16 +279,20 @@ def test_another_method_than_the_class_had_is_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("shape", [(4,), (3, 4)])
-def test_an_expanded_buffer_is_refused_by_name(shape: tuple[int, ...]) -> None:
-    """torch's error named no buffer, and came when hooks were in place. Dimensions of one element do no harm."""
-    model = torch.nn.Linear(4, 4)
-    model.register_buffer("mask", torch.ones((*shape[:-1], 1)).expand(shape))
+@pytest.mark.parametrize("kind", ["buffer", "parameter"])
+def test_what_was_expanded_is_refused_by_name(kind: str, shape: tuple[int, ...]) -> None:
+    """torch's error named no tensor, and came when hooks were in place. Dimensions of one element do no harm."""
+    model, mask = torch.nn.Linear(4, 4), torch.ones((*shape[:-1], 1)).expand(shape)
+    if kind == "buffer":
+        model.register_buffer("mask", mask)
+    else:
+        model.mask = nn.Parameter(mask, requires_grad=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     before = {name: param.data_ptr() for name, param in model.named_parameters()}
-    with pytest.raises(zc.PlanError, match=r"buffer mask \(.*4,?\) was made by expand: its strides .* by \.clone\(\)"):
+    with pytest.raises(zc.PlanError, match=rf"{kind} mask \(.*4,?\) was made by expand: its strides .* by \.clone\(\)"):
         zc.compile(model, optimizer, backend="eager")
     assert before == {name: param.data_ptr() for name, param in model.named_parameters()}
-    model.mask = model.mask.clone()
+    model.mask.data = model.mask.clone()
     model.register_buffer("one", torch.ones(1).expand(1, 1))
     model.register_buffer("none", torch.ones(1, 0).expand(4, 0))
     zc.compile(model, optimizer, backend="eager")
