@@ -70,3 +70,14 @@ def test_a_default_is_set_where_there_is_none(both: list[Optimizers]) -> None:
         optimizer.state.setdefault(params[0], {"momentum_buffer": torch.ones_like(params[0])})
     states = [plain(optimizer.state[params[0]]) for params, optimizer in both]
     assert states[0] == states[1]
+
+
+def test_a_state_of_another_shape_is_refused_by_name() -> None:
+    """The step raised torch's error, which names no parameter, and on a rank whose slice had that shape it did not."""
+    (param, *_), optimizer = trained(is_zc=True, updates=1)
+    before = plain(optimizer.state[param])
+    for wrong in ({"momentum_buffer": torch.ones(3)}, {"momentum_buffer": param.detach().flatten()}):
+        for write in (optimizer.state[param].update, lambda items: optimizer.state.__setitem__(param, items)):
+            with pytest.raises(zc.ZcError, match=r"'momentum_buffer' of 0.weight was given .* have \(\d+, 16\)"):
+                write(wrong)
+    assert plain(optimizer.state[param]) == before

@@ -321,7 +321,7 @@ def _options_of_later(optimizer: Optimizer, group: Mapping[str, Any], lacking: s
 
 @torch.no_grad()
 def commit(model: nn.Module, sharded_model: ShardedModel, target: Target) -> None:
-    """Copies the checked ``target`` into the live state and gathers the weights. Collective. Gradients stay, as in DDP."""
+    """Copies the checked ``target`` into the live state and gathers the weights. Collective. Gradients stay."""
     sharded_model.runtime.weights.before_writes()
     mine, rest = owned(sharded_model), others(model, sharded_model)
     extra_states: list[tuple[Path, Any]] = []

@@ -112,6 +112,7 @@ class StateView(MutableMapping[Any, Any]):
             self.owner.local.state[key] = value
             return
         items = dict(value)  # it may be what this parameter shows
+        self._check_shapes(name, items)
         self._keep(name, {})
         for item_key, item in items.items():
             self.write(name, item_key, item)
@@ -239,11 +240,22 @@ class StateView(MutableMapping[Any, Any]):
     def write(self, name: str, key: Any, value: Any) -> Any:
         """Writes an item of a parameter's state: of a sharded value, or of a whole tensor, this rank's elements.
         Returns how it is shown from now on."""
+        self._check_shapes(name, {key: value})
         kept = self._kept(name)
         if kept is None or (name not in self.owner.slices and name not in self._elsewhere):
             kept = self._keep(name, kept or {})
         kept[key] = self.owner.taken(name, value)
         return self._items_of(name)[key]
+
+    def _check_shapes(self, name: str, items: Mapping[Any, Any]) -> None:
+        """Raises ZcError for a tensor of another shape than the parameter's, where the one of before has it."""
+        shape, before = self.owner.runtime.params[name].shape, self._items_of(name)
+        for key, item in items.items():
+            if isinstance(item, Tensor) and item.dim() and item.shape != shape and is_cut(key, before.get(key), shape):
+                raise ZcError(
+                    f"the state {key!r} of {name} was given a tensor of shape {tuple(item.shape)}, and the parameter "
+                    f"and the state of before have {tuple(shape)}: give it one of that shape"
+                )
 
     def delete(self, name: str, key: Any) -> None:
         kept = self._kept(name) or {}
