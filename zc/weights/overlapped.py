@@ -238,11 +238,12 @@ class OverlappedWeights(Weights):
     # --- updates ---
 
     def before_writes(self) -> None:
-        self.managed.enter("an update or a load")
-        super().before_writes()
+        with self.managed.used("an update or a load"):
+            super().before_writes()
+            self.managed.update = self.managed.enter("an update or a load")
 
     def published(self, buckets: Sequence[int]) -> None:
-        self.managed.leave("an update or a load")
+        self.managed.update = None
         super().published(buckets)
 
     def _fill(self, buckets: Sequence[int], *, is_exact: bool) -> None:

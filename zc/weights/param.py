@@ -319,6 +319,18 @@ def _is_loaded(param: Tensor, value: Tensor, *_: Any) -> bool:
     return owner is not None and owner.load(param, value)
 
 
+class Use:
+    """One use of a model's weights by one thread, from `ManagedParams.enter` until its `end`, or until nobody holds it:
+    autograd drops the callback of a backward that raised without a call."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+        self.thread: int | None = threading.get_ident()  # None: it has ended
+
+    def end(self) -> None:
+        self.thread = None
+
+
 class ManagedParams:
     """The parameters of one model that can't be read without asking, and views of them. ``weights`` is held weakly.
 
@@ -336,8 +348,9 @@ class ManagedParams:
             if come
             else "let threads that only evaluate begin and end inside `with zc.whole_parameters(model):`"
         )
-        self.threads: dict[str, int] = {}  # what uses the weights at the moment -> in which thread
+        self._uses: list[weakref.ref[Use]] = []  # of the weights at the moment, and some that have ended
         self._lock = threading.Lock()  # of that
+        self.update: Use | None = None  # from where masters may be written until weights are published
         self._weights = weakref.ref(weights)
         # weak: `_OWNERS` keeps this object as long as any of its parameters lives
         self._params: dict[int, weakref.ref[nn.Parameter]] = {}
@@ -345,37 +358,37 @@ class ManagedParams:
             tuple[weakref.ref[Tensor], weakref.ref[nn.Parameter]]
         ] = []  # made since the last update, of whole ones
 
-    def enter(self, what: str) -> bool:
-        """This thread uses the weights for ``what`` until `leave`; whether it did not before. Raises ZcError if another
-        thread uses them: what is here, or on its way, is known for the order in which one pass reads."""
-        thread = threading.get_ident()
+    def enter(self, what: str, *, beside_others: bool = False) -> Use:
+        """This thread uses the weights for ``what``, perhaps inside another use. Raises ZcError if another thread uses
+        them, unless ``beside_others``: what is here, or on its way, is known for the order in which one pass reads."""
+        use = Use(what)
         with self._lock:
-            others = [(running, other) for running, other in list(self.threads.items()) if other != thread]
-            if not others:
-                is_first = what not in self.threads
-                self.threads[what] = thread
-                return is_first
-        running, other = others[0]
+            other = None if beside_others else self._of_another_thread()
+            if other is None:
+                self._uses = [*(ref for ref in self._uses if _is_running(ref())), weakref.ref(use)]
+                return use
+        running, thread = other
         names = {t.ident: t.name for t in threading.enumerate()}
         raise ZcError(
-            f"{what} began in thread {names.get(thread)}, and {running} of the same model runs in thread "
-            f"{names.get(other)}: with {self.why} one thread at a time may use the weights. Hold one threading.Lock "
+            f"{what} began in thread {names.get(use.thread)}, and {running} of the same model runs in thread "
+            f"{names.get(thread)}: with {self.why} one thread at a time may use the weights. Hold one threading.Lock "
             f"around each forward, backward, step() and load; or {self._way_out}"
         )
 
-    def leave(self, what: str) -> None:
-        """The use has ended."""
-        self.threads.pop(what, None)
+    def _of_another_thread(self) -> tuple[str, int] | None:
+        """A use of another thread, in words: an error's frames would keep it."""
+        uses = [(use.what, use.thread) for use in (ref() for ref in self._uses) if use is not None]
+        own = threading.get_ident()
+        return next(((what, thread) for what, thread in uses if thread is not None and thread != own), None)
 
     @contextlib.contextmanager
     def used(self, what: str) -> Iterator[None]:
-        """Inside, this thread uses the weights for ``what``, which may contain another ``what``."""
-        is_first = self.enter(what)
+        """Inside, this thread uses the weights for ``what``."""
+        use = self.enter(what)
         try:
             yield
         finally:
-            if is_first:
-                self.leave(what)
+            use.end()
 
     def add(self, params: Iterable[nn.Parameter]) -> None:
         """From now on who reads these parameters asks first. Skips empty ones, and those of another class than
@@ -460,6 +473,10 @@ def without_bytes(param: nn.Parameter, slot_dtype: torch.dtype) -> Tensor:
     empty = torch.empty_like(param.detach(), dtype=slot_dtype, memory_format=order)
     empty.untyped_storage().resize_(0)
     return empty
+
+
+def _is_running(use: Use | None) -> bool:
+    return use is not None and use.thread is not None
 
 
 _PLAIN = (

@@ -12,7 +12,6 @@ finds plain parameters, and code that is not compiled finds whole ones. Outside,
 from __future__ import annotations
 
 import sys
-import threading
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -30,7 +29,7 @@ from zc.engine.param_checks import Places
 from zc.engine.program import Program
 from zc.engine.weights import Weights
 from zc.errors import ZcError
-from zc.weights.param import ManagedParams, give_bytes
+from zc.weights.param import ManagedParams, Use, give_bytes
 from zc.weights.state_dicts import StateDicts
 from zc.weights.weight_uses import WeightUses
 from zc.weights.whole_params import WholeParams
@@ -301,7 +300,7 @@ class ShardedWeights(Weights):
     def published(self, buckets: Sequence[int]) -> None:
         """The shards of ``buckets`` have their new values: all ranks may gather them."""
         core = self.core
-        self.managed.leave("an update or a load")
+        self.managed.update = None
         self.open_shards()
         self.passes.end_update()
         self.whole.end_update()
@@ -328,12 +327,13 @@ class ShardedWeights(Weights):
                 "optimizer.step(), or a load, inside zc.whole_parameters: the whole weights would stay those of before "
                 "it. Leave the block first"
             )
-        self.managed.enter("an update or a load")
-        self.synchronize()
-        core.streams.join_main()
-        self.whole.refuse_others()
-        core.accumulators.close_shards()
-        self.whole.adopt()
+        with self.managed.used("an update or a load"):
+            self.synchronize()
+            core.streams.join_main()
+            self.whole.refuse_others()
+            core.accumulators.close_shards()
+            self.whole.adopt()
+            self.managed.update = self.managed.enter("an update or a load")
 
     def adopt_writes(self) -> None:
         """All ranks call it before they read shards for a save: what the program has written into whole parameters is
@@ -395,6 +395,7 @@ class ModelPasses(Part):
         self._num_evaluated = 0  # forwards without gradients, in a row
         self._num_passes = 0  # with gradients, since the last update
         self._task = -1  # autograd's number of the backward that runs
+        self._backwards: weakref.WeakValueDictionary[int, Use] = weakref.WeakValueDictionary()  # by autograd's number
         self._depth = 0  # forwards of the model inside one another
         self.is_unsharded = False  # inside zc.whole_parameters
         # Dynamo has the whole forward, and finds plain parameters in it; else blocks are compiled one by one, and what
@@ -432,15 +433,11 @@ class ModelPasses(Part):
     def note_backward(self, *, is_on_cpu: bool) -> None:
         """Compiled code reads weights. In a backward they are in use until that ends; on a device autograd has a thread
         of its own for it, which may serve the thread of a forward."""
-        what = f"backward {torch_private.current_graph_task()}"
-        if torch_private.current_graph_task() == -1 or what in self.managed.threads or self.is_unsharded:
+        number = torch_private.current_graph_task()
+        if number == -1 or number in self._backwards or self.is_unsharded:
             return
-        if is_on_cpu:
-            self.managed.enter(what)
-        self.managed.threads[what] = threading.get_ident()
-        callback = partial(self.managed.leave, what)
-        torch_private.queue_callback(callback)
-        weakref.finalize(callback, weakly(self.managed.leave), what).atexit = False  # after one that raised
+        use = self._backwards[number] = self.managed.enter("a backward", beside_others=not is_on_cpu)
+        torch_private.queue_callback(use.end)
 
     @contextmanager
     def forward(self) -> Iterator[None]:

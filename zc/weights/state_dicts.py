@@ -184,5 +184,5 @@ class StateDicts:
         self._loaded = None
         if self._is_closed:
             self._weights.whole.end_load()
-            self._weights.managed.leave("an update or a load")
+            self._weights.managed.update = None
         self._is_closed = False
