@@ -19,15 +19,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zc import torch_private
+from zc.api import close, make_call, no_sync, recompile
 from zc.api import compile as zc_compile
-from zc.api import make_call, no_sync
 from zc.checkpoint.whole_state import full_optimizer_state
-from zc.closing import close
 from zc.errors import PlanError
 from zc.guards import NotForDDP
 from zc.integrations import needed, seam
 from zc.integrations.checkpoints import load_masters, shards_weights, whole_weights
-from zc.recompile import recompile
 from zc.registry import COMPILED, sharded
 
 _Module: Any = needed("lightning", "lightning").LightningModule
