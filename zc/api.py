@@ -43,8 +43,7 @@ from zc.engine.runtime import Runtime
 from zc.engine.streams import make_streams
 from zc.errors import PlanError, ZcError
 from zc.features import RANKS, features_of
-from zc.fill import broadcast, broadcast_rest, fill, restore, snapshot
-from zc.meta import place
+from zc.fill import broadcast, broadcast_rest, fill, move_from_meta, restore, snapshot
 from zc.offload.disk import DiskState
 from zc.offload.host_step import HostMemory, HostStep, unlock_dropped
 from zc.optim.assignment import Assignment, Container, is_elementwise
@@ -177,7 +176,7 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
     ranks = ranks_of(mesh, group, RANKS, reads_memory=is_on_cpu(model, device))
     with contextlib.ExitStack() as undo:
         with ranks.refuse_together():
-            unset_params, unset_buffers = place(model, device, stage, undo)
+            unset_params, unset_buffers = move_from_meta(model, device, stage, undo)
             request = resolve(model, optimizer, config_options, ranks)
             undo.callback(request.discard)
             if unset_params:

@@ -13,9 +13,8 @@ from zc.passes.pipeline import pipelines
 from zc.planning.plan import Plan, Way
 from zc.ranks.control import Parts
 from zc.ranks.encoded import encoded
-from zc.ranks.hosts import find_hosts
 from zc.ranks.levels import TwoLevels
-from zc.ranks.neighbours import by_memory
+from zc.ranks.neighbours import by_memory, find_hosts
 from zc.ranks.replicas import between_replicas, split
 from zc.ranks.routes import MakeRoute
 from zc.ranks.watch import Watch

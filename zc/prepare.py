@@ -33,10 +33,9 @@ from zc.optim.assignment import Assignment, is_elementwise, note_of, optimizers_
 from zc.optim.param_writes import note_of_shared
 from zc.optim.trials import whole_keys
 from zc.planning.blocks import find_kinds
-from zc.planning.frozen import with_frozen
 from zc.planning.layout import Rule, own_strides
 from zc.planning.ownership import assign_owners
-from zc.planning.packing import ParamSpec, make_plan
+from zc.planning.packing import ParamSpec, make_plan, with_frozen
 from zc.planning.plan import BlockKind, Plan, Topology, usable
 from zc.planning.traits import elementwise_names
 from zc.ranks.group import Group

@@ -164,7 +164,7 @@ def split_name(name: str, members: dict[str, tuple[int, int]]) -> tuple[str, str
 
 NUM_HOST_SUMS = 2  # the hop that sums inside a host writes one while the next hop sends the other
 
-FIRST_FROZEN = 100_000  # the number of the first bucket of frozen parameters (`zc.planning.frozen`)
+FIRST_FROZEN = 100_000  # the number of the first bucket of frozen parameters (`zc.planning.packing`)
 
 
 @dataclass(frozen=True)
