@@ -25,7 +25,7 @@ from zc.engine.operations import Operations
 from zc.engine.program import build
 from zc.engine.weights import gather_graph
 from zc.features import RANKS, ROUTES
-from zc.passes import insert_events, place_on_streams, verify
+from zc.passes import insert_events, scheduling, verify
 from zc.passes.pipeline import pipeline
 from zc.planning.allocations import sent_between_hosts, shared
 from zc.planning.packing import ParamSpec, make_plan
@@ -119,7 +119,7 @@ def plan_of(hosts: Topology, stage: int, dtype: torch.dtype, num_replicas: int =
 def run_threads(hosts: Topology, plan: Plan, grads: list[Tensor]) -> tuple[Wires, list[Tensor], list[Tensor]]:
     """What is sent; by rank the mean gradient of its shard, and the weights after each rank has changed its shard."""
     wires, means, weights = Wires(hosts), dict[int, Tensor](), dict[int, Tensor]()
-    bucket, passes = plan.buckets[0], [place_on_streams.PASS, insert_events.PASS, verify.PASS]
+    bucket, passes = plan.buckets[0], [scheduling.PASS, insert_events.PASS, verify.PASS]
 
     def train(rank: int) -> None:
         wires.begin(rank)

@@ -16,7 +16,7 @@ from torch import fx
 from zc.config import Config
 from zc.engine.weights import gather_graph, publish_graph
 from zc.offload.host_step import step_graph
-from zc.passes import insert_events, offload_gradients, place_on_streams, reduce_buckets, window_weights
+from zc.passes import insert_events, offload_gradients, reduce_buckets, scheduling, window_weights
 from zc.passes.base import Debt
 from zc.planning.layout import Rule
 from zc.planning.ownership import assign_owners
@@ -218,7 +218,7 @@ def forward(plan: Plan, layers_a_bucket: int = 1) -> fx.Graph:
 
 def placed(plan: Plan, graph: fx.Graph, debt: Debt = NOTHING_OWED) -> fx.Graph:
     """With its streams and events; what it owes, and under which plan, goes with it."""
-    new = insert_events.run(place_on_streams.run(graph, plan), plan)
+    new = insert_events.run(scheduling.run(graph, plan), plan)
     new.output_node().meta.update(debt=debt, plan=plan)
     return new
 

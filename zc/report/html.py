@@ -16,11 +16,14 @@ import html
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from zc.engine.ledger import Waited
 from zc.errors import megabytes
-from zc.report.summary import Summary
 from zc.report.timeline import Arrow, Box, Timeline, color_class, lanes
+
+if TYPE_CHECKING:
+    from zc.report.explain import Summary
 
 WIDTH, LANE, BOX, LEFT, MEMORY, BAND = 1160, 34, 22, 90, 70, 48  # pixels
 

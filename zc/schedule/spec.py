@@ -68,7 +68,7 @@ class Role(enum.Enum):
 class Op:
     """The record of one node. These are true of all nodes of a kind:
 
-    ``stream``: where they run under a plan with overlap (`zc.passes.place_on_streams`, which has one exception).
+    ``stream``: where they run under a plan with overlap (`zc.passes.scheduling`, which has one exception).
     ``reads``, ``writes``: the fields whose buffers they access; every node also reads its inputs and writes its results
     (`zc.schedule.nodes.accesses`).
     ``returns_items``: whether they return a list, whose items operator.getitem takes; others return nothing.
