@@ -22,7 +22,6 @@ from zc.planning.layout import Rule
 from zc.planning.ownership import assign_owners
 from zc.planning.packing import ParamSpec, make_plan
 from zc.planning.plan import Plan, Topology, flat
-from zc.ranks.levels import TwoLevels
 from zc.schedule.buffer import Buffer
 from zc.schedule.nodes import put
 from zc.schedule.spec import (
@@ -53,7 +52,7 @@ def make(
         bucket_nbytes=slots * 2 * dtype.itemsize, num_buffers=ring, overlap=overlap, overlap_gather=overlap_gather,
         offload=offload and "cpu", offload_accumulate=offload or "cpu",
     )  # fmt: skip
-    levels = TwoLevels() if num_hosts > 1 else None
+    levels = num_hosts > 1
     topology = Topology(num_hosts, world_size // num_hosts, reads, levels) if reads or levels else flat(world_size)
     rules = (Rule(whole=is_owned),)
     owners = assign_owners(specs, rules, world_size)

@@ -137,7 +137,8 @@ def plan(
     rules = [each.rule for each in counted]
     hosts = flat(world_size) if ranks_per_host is None else Topology(world_size // ranks_per_host, ranks_per_host)
     topology = _topology_of_replica(hosts, num_replicas, ranks_per_host)
-    topology = usable(topology, config.reduce, {s.device.type for s in specs}, RANKS.levels)
+    types = {spec.device.type for spec in specs}
+    topology = usable(topology, config.reduce, types, has_levels=RANKS.open_levels is not None)
 
     frozen = sum(param.nbytes for param in model.parameters() if not param.requires_grad)
     with compiled.runtime.weights.named_plainly() if compiled is not None else nullcontext():
