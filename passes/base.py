@@ -128,25 +128,18 @@ def debt_of(graph: fx.Graph, plan: Plan) -> Debt:
     return Debt(frozenset(where[name] for grad, name in pairs if name is not None and isinstance(grad, fx.Node)))
 
 
-class PassRecord(NamedTuple):
-    """One run of a pass, and how many seconds it took."""
-
-    name: str
-    seconds: float
-
-
 def run_passes(
     graph: fx.Graph, plan: Plan, passes: Sequence[Pass], *, dump_dir: str | Path | None = None, name: str = "graph"
-) -> tuple[fx.Graph, tuple[PassRecord, ...]]:
-    """Returns the graph after all ``passes``, and does not change its argument. The graph's debt goes with it, as
-    ``meta["debt"]`` of the output.
+) -> tuple[fx.Graph, dict[str, float]]:
+    """Returns the graph after all ``passes``, and how many seconds each took. Does not change its argument. The graph's
+    debt goes with it, as ``meta["debt"]`` of the output.
 
     With ``dump_dir``: ``<name>/00_input.txt``, then per pass the graph after it, a unified diff, and a count of its
     ops. Raises PassError if a pass lacks what it requires or returns an ill-formed graph.
     """
     debt = debt_of(graph, plan)
     provided: set[str] = set()
-    records: list[PassRecord] = []
+    seconds: dict[str, float] = {}
     folder = Path(dump_dir) / name if dump_dir is not None else None
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -166,12 +159,12 @@ def run_passes(
             raise
         except Exception as error:
             raise PassError(f"pass {step.name} failed on {name}: {type(error).__name__}: {error}") from error
-        records.append(PassRecord(step.name, time.perf_counter() - start))
+        seconds[step.name] = time.perf_counter() - start
         provided |= step.provides
         if folder is not None:
             _dump(folder, number, step.name, graph, new)
         graph = new
-    return graph, tuple(records)
+    return graph, seconds
 
 
 def _dump(folder: Path, number: int, name: str, before: fx.Graph, after: fx.Graph) -> None:

@@ -44,7 +44,7 @@ from zc.passes.base import Pass, copy_graph
 from zc.planning.plan import Plan
 from zc.schedule.buffer import COPY, HOST, MAIN, Access, Buffer, Place, carried_by, carried_event, overlap
 from zc.schedule.nodes import accesses, kind_of, maker, op_of, shared_buffers, steps, stream_of, summary, value
-from zc.schedule.spec import Event, FreeWeights, Gather, ReadWeights, RecordEvent, Sync, TakeWeights, WaitEvent
+from zc.schedule.spec import FreeWeights, Gather, ReadWeights, RecordEvent, Sync, TakeWeights, WaitEvent
 
 Part = Callable[["Order", Plan], list[str]]  # of the proof: the faults that it finds, as texts
 
@@ -180,7 +180,7 @@ def _excerpt(order: Order, first: fx.Node, second: fx.Node, limit: int = 12) -> 
     printed = [
         k
         for k in range(max(0, low - 1), min(len(order.nodes), high + 2))
-        if isinstance(order.ops[k], Event) or k in (low, high) or not low <= k <= high
+        if isinstance(order.ops[k], Sync) or k in (low, high) or not low <= k <= high
         if stream_of(order.nodes[k]) in streams
     ]
     if len(printed) > limit:

@@ -24,7 +24,6 @@ from zc.checking.differences import (
     NUM_SAMPLES,
     UNKNOWN,
     Allowed,
-    Cause,
     Difference,
     cause_in_gradients,
     cause_in_own_update,
@@ -244,7 +243,7 @@ def _look_and_run(
     allowed = Allowed.around(trace, (sample.run(progress.advance) for sample in samples))
     found += looks.of_numbers(trace) + looks.of_buffers(loop, trace[-1]) + looks.of_updates(loop, trace)
     if (cause := cause_in_own_update(first)) is not None:
-        found.append(Finding(cause.code, cause.text, rank))
+        found.append(replace(cause, rank=rank))
     found += looks.of_detached(loop, scratch, trace)
     found += looks.of_ranks(loop, allowed, trace) if not loop.is_together else []
     if any(ranks.gather_objects(any(finding.code in WITHOUT_REFERENCE for finding in found))):
@@ -325,11 +324,11 @@ def _run_backend(
     if loop.rank == one.rank and earliest is not None:
         cause = _cause(one, moments[0], allowed.trace[one.update], first if one.update == 0 else None, loop)
     (cause,) = loop.ranks.gather_objects(cause)[one.rank : one.rank + 1]
-    code, text = cause if cause is not None else ("zc", UNKNOWN)
+    code, text = (cause.code, cause.text) if cause is not None else ("zc", UNKNOWN)
     return [*notes, Finding(code, f"{text} (zc, {backend}: {describe(one)})", one.rank, backend)]
 
 
-def _cause(one: Difference, got: Moment, wanted: Moment, first: First | None, loop: Loop) -> Cause | None:
+def _cause(one: Difference, got: Moment, wanted: Moment, first: First | None, loop: Loop) -> Finding | None:
     if one.key.kind == "gradient":
         return cause_in_gradients(got, wanted, first, loop.rank, loop.world_size)
     if one.key.kind == "weight":
@@ -339,7 +338,7 @@ def _cause(one: Difference, got: Moment, wanted: Moment, first: First | None, lo
         "buffer": ("buffer", "zc's forward leaves another buffer than plain PyTorch"),
         "loss": ("loss", "the forward on zc's model gives another loss than plain PyTorch"),
     }[one.key.kind]
-    return Cause(*named)
+    return Finding(*named)
 
 
 def _finished(report: Report, found: list[Finding], ranks: Group) -> Report:

@@ -105,7 +105,7 @@ def _table(files: Sequence[RankFile], comparison: Comparison, num_calls: int) ->
     shown, left = groups[:MAX_COLUMNS], groups[MAX_COLUMNS:]
     columns = [comparison.windows[ranks[0]] for ranks in shown]
     rows = list(itertools.zip_longest(*columns))
-    at = next((k for k, row in enumerate(rows) if len({_key(call) for call in row}) > 1), len(rows))
+    at = next((k for k, row in enumerate(rows) if len({_way(call) for call in row}) > 1), len(rows))
     first = max(0, min(at - num_calls // 2, len(rows) - num_calls))
     heads = [span(ranks) for ranks in shown]
     yield "  call  " + "  ".join(f"{head:{WIDTH}}" for head in heads).rstrip()
@@ -119,10 +119,6 @@ def _table(files: Sequence[RankFile], comparison: Comparison, num_calls: int) ->
     if left:
         yield f"  {len(left)} more ways to go, of {span(list(itertools.chain(*left)))}, are not shown"
     yield ""
-
-
-def _key(call: Call | None) -> object:
-    return call and (call.model, call.what, call.line, call.times)
 
 
 def _cell(call: Call | None) -> list[str]:

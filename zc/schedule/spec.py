@@ -408,22 +408,18 @@ class FreeWeights(BucketOp, role=Role.WEIGHTS, reads=("buffer",)):
 # --- order ---
 
 
-class Sync(Op, role=Role.SYNC):
-    """Orders the node's stream."""
-
-
 @dataclass(frozen=True)
-class Event(Sync):
-    """An event of the node's stream."""
+class Sync(Op, role=Role.SYNC):
+    """Orders the node's stream, by an event."""
 
     event: EventName
 
 
-class RecordEvent(Event):
+class RecordEvent(Sync):
     """As torch.Stream.record_event."""
 
 
-class WaitEvent(Event):
+class WaitEvent(Sync):
     """As torch.Stream.wait_event: for the latest record issued before."""
 
 
