@@ -26,7 +26,6 @@ ARROWS = {
     "offload": ("compiler optim checkpoint report root", "a wing: the optimizer calls it"),
     "checkpoint": ("compiler report api", "a wing: zc.registry knows what a model was compiled to"),
     "report": ("compiler api", "a wing: what it shows is there already"),
-    "diverged": ("passes weights schedule compiler optim offload checkpoint report api", "a wing: it reads a trail"),
     "checking": ("passes engine compiler weights schedule offload", "a wing: it asks zc what a program asks it"),
 }
 
@@ -48,7 +47,7 @@ WINGS = {
     "in_place": "zc.passes.write_in_place",
     "buffers": "zc.engine.buffer_sync",
     "checkpoint": "zc.checkpoint", "report": "zc.report", "integrations": "zc.integrations",
-    "checking": "zc.checking", "diverged": "zc.diverged",
+    "checking": "zc.checking",
     "the order of the passes, those of wings included": "zc.passes.pipeline",
 }  # fmt: skip
 

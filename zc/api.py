@@ -34,7 +34,6 @@ from zc.checks import (
 from zc.compiler import backend as compiler
 from zc.compiler.blocks import Blocks, compile_blocks, find_again
 from zc.config import OPTIONS, Config, check_count
-from zc.diverged import files
 from zc.engine.buffer_sync import BufferSync, has_buffers
 from zc.engine.buffers import Buffers
 from zc.engine.core import Updater
@@ -54,6 +53,7 @@ from zc.planning.plan import Plan
 from zc.prepare import Request, fingerprint, notes_of, plan_of, resolve
 from zc.ranks.group import Group, ranks_of
 from zc.registry import COMPILED, is_ours, sharded
+from zc.report import diverged
 
 
 def compile(  # noqa: A001  (the name users know from torch.compile)
@@ -267,7 +267,7 @@ def _install(model: nn.Module, compiled: ShardedModel, call: Callable[..., Any] 
     torch_private.call_instead(model, call)
     _compile_blocks(model, runtime)
     guards.install(model, runtime)
-    files.install(runtime)
+    diverged.install(runtime)
     COMPILED[model] = compiled
 
 
