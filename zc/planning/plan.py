@@ -194,6 +194,11 @@ class Bucket:
         """Of the whole weights, in param_dtype."""
         return self.numel * self.param_dtype.itemsize
 
+    @cached_property
+    def nbytes_gathered(self) -> int:
+        """What the whole weights take of the arena."""
+        return align_up(self.nbytes, ALIGN_NBYTES)
+
     def without(self, names: Collection[str]) -> Bucket:
         """The same after these parameters have left it. Each leaves its slot, under a name that no other slot has."""
         slots = tuple(
@@ -349,12 +354,12 @@ class Plan:
         next one as large."""
         if self.weight_nbytes is not None:
             return self.weight_nbytes
-        return 2 * max((align_up(b.nbytes, ALIGN_NBYTES) for b in self.sharded), default=0)
+        return 2 * max((b.nbytes_gathered for b in self.sharded), default=0)
 
     @cached_property
     def nbytes_arena(self) -> int:
         """The most bytes that the buffer of gathered weights has: `weight_cap`, or room for all sharded buckets."""
-        return min(self.weight_cap, sum(align_up(b.nbytes, ALIGN_NBYTES) for b in self.sharded))
+        return min(self.weight_cap, sum(b.nbytes_gathered for b in self.sharded))
 
     def without(self, names: Collection[str]) -> Plan:
         """The plan after these parameters have left it, without frozen buckets that are empty then. Buckets that train

@@ -365,11 +365,11 @@ _OF_THREAD = threading.local()
 
 class WaitForRank(NamedTuple):
     """``rank``: its number in the default group; None: a collective, which does not tell whose part came last, or what
-    another thread waits for. The times are of time.perf_counter_ns()."""
+    another thread waits for. The times are of time.perf_counter_ns(), in a clocked step microseconds."""
 
     rank: int | None
-    start: int
-    stop: int
+    start: float
+    stop: float
 
 
 @contextlib.contextmanager

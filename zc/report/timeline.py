@@ -25,9 +25,10 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
-from zc.engine.ledger import ClockedStep, Span, Waited
+from zc.engine.ledger import ClockedStep, Span
 from zc.errors import some
 from zc.planning.plan import Bucket, Hop, Plan, Way
+from zc.ranks.exchanges import WaitForRank
 from zc.schedule.buffer import COMM, COMPUTE, MAIN
 from zc.schedule.nodes import kind_of, op_of, ops, results, stream_of
 from zc.schedule.spec import (
@@ -64,7 +65,7 @@ class Box:
     stop: float
     label: str = ""
     detail: str = ""
-    waits: tuple[Waited, ...] = ()
+    waits: tuple[WaitForRank, ...] = ()
 
     @property
     def op(self) -> Op | None:
@@ -101,7 +102,7 @@ class Timeline:
         return max((box.stop for box in self.boxes), default=0.0)
 
     @property
-    def waits(self) -> list[Waited]:
+    def waits(self) -> list[WaitForRank]:
         return [wait for box in self.boxes for wait in box.waits]
 
     def exposed(self) -> float:
