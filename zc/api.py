@@ -191,7 +191,11 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
         with ranks.refuse_together():  # the last point at which a rank can fail without others waiting for it
             runtime = _make_runtime(request, ranks)
             call = make_call(model, runtime, _make_buffer_sync(model, runtime))
-        _undo_on_failure(undo, request, runtime)
+        # if anything fails from here on, such as an allocation
+        dtypes = {name: param.dtype for name, param in runtime.placed.items()}
+        undo.callback(snapshot([*model.modules(), *request.assignment.optimizers]))
+        undo.callback(COMPILED.pop, model, None)
+        undo.callback(restore, runtime, dtypes)
         broadcast_rest(model, runtime.placed, ranks)
         fill(runtime, request.plan.with_weights, unset_params)
         runtime.unset = Unset(unset_params, unset_buffers)
@@ -246,14 +250,6 @@ def make_call(module: nn.Module, runtime: Runtime, sync: BufferSync | None = Non
     if sync is not None:
         call = torch_private.call_after(sync.before_forward, call or torch_private.plain_call(module))
     return call if call is None or config.backend == "eager" else guards.naming_limits(call)
-
-
-def _undo_on_failure(undo: contextlib.ExitStack, request: Request, runtime: Runtime) -> None:
-    """Restores the caller's model and optimizers if anything fails from here on, such as an allocation."""
-    dtypes = {name: param.dtype for name, param in runtime.placed.items()}
-    undo.callback(snapshot([*request.model.modules(), *request.assignment.optimizers]))
-    undo.callback(COMPILED.pop, request.model, None)
-    undo.callback(restore, runtime, dtypes)
 
 
 def _install(model: nn.Module, compiled: ShardedModel, call: Callable[..., Any] | None) -> None:

@@ -143,7 +143,9 @@ def move_from_meta(
     if where is None:
         return unset_params, unset_buffers
     for name, param in params.items():
-        empty = nn.Parameter(_empty(param, where), requires_grad=param.requires_grad)
+        whole = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device=where)
+        bare = without_bytes(nn.Parameter(whole, requires_grad=False), param.dtype)
+        empty = nn.Parameter(bare, requires_grad=param.requires_grad)
         vars(empty).update(vars(param))
         torch.utils.swap_tensors(param, empty)  # type: ignore[no-untyped-call]
         undo.callback(torch.utils.swap_tensors, param, empty)
@@ -164,8 +166,3 @@ def _device(device: torch.device | str) -> torch.device:
     if where.type not in ("cpu", "meta") and where.index is None:
         return torch.device(where.type, torch.accelerator.current_device_index())
     return where
-
-
-def _empty(param: nn.Parameter, device: torch.device) -> torch.Tensor:
-    whole = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device=device)
-    return without_bytes(nn.Parameter(whole, requires_grad=False), param.dtype)

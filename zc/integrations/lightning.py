@@ -114,7 +114,8 @@ class ZcStrategy(_TrainerDDP):
             seam(_Finetuning, "lightning", "2.6", {_STORE: "plans the layers that a callback has unfrozen"})
             setattr(callback, _STORE, partial(_store_groups, callback))
         if type(module).forward is _Module.forward:
-            _compile_children(module)
+            for child in _called_children(module):
+                torch_private.call_instead(child, make_call(child, sharded(module).runtime))
         if any(param.dtype != self._masters.get(name, param).dtype for name, param in module.named_parameters()):
             load_masters(module, self._masters)
         self._masters = {}
@@ -237,9 +238,3 @@ def _called_children(module: nn.Module) -> Iterator[nn.Module]:
             yield from _called_children(child)
         elif any(param.requires_grad for param in child.parameters()):
             yield child
-
-
-def _compile_children(module: nn.Module) -> None:
-    runtime = sharded(module).runtime
-    for child in _called_children(module):
-        torch_private.call_instead(child, make_call(child, runtime))

@@ -36,11 +36,6 @@ class Sum(NamedTuple):
     add: bool = False
 
 
-def _all_gather() -> Any:
-    # torch 2.13 renames the collective and warns on the old name; 2.11 has only the old one
-    return getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-
 class Exchanges:
     """The exchanges of rank number ``rank`` of ``world_size``. ``between`` names these ranks in counts of bytes."""
 
@@ -112,7 +107,9 @@ class Exchanges:
         Asynchronous."""
         entry = self.begin(kind, bucket, self._others(out.nbytes))
         if not self._by_pairs:
-            return self._data_work(self._post(_all_gather(), out, shard, group=self.data, async_op=True), entry)
+            # torch 2.13 renames the collective and warns on the old name; 2.11 has only the old one
+            call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+            return self._data_work(self._post(call, out, shard, group=self.data, async_op=True), entry)
         theirs = out.view(self.world_size, -1)
         work = self._between_pairs(list(theirs), [shard] * self.world_size, entry)
         if theirs[self.rank].data_ptr() != shard.data_ptr():

@@ -617,7 +617,9 @@ def find_hosts(
     except (OSError, AttributeError) as error:
         refusal = str(error)
     address = None if listener is None else listener.address
-    own = _Introduction(_host(), address, token.data_ptr(), bytes(token.numpy()), refusal)
+    # of each of torchrun's nodes another one
+    host = machine_id(), os.environ.get("GROUP_RANK", "")
+    own = _Introduction(host, address, token.data_ptr(), bytes(token.numpy()), refusal)
     try:
         all_ranks = [_Introduction(*fields) for fields in gather(tuple(own))]
         topology, note = topology_of([introduction.host for introduction in all_ranks])
@@ -641,11 +643,6 @@ def find_hosts(
     finally:
         if listener is not None:
             listener.close()
-
-
-def _host() -> tuple[str, str]:
-    """Identifies the host: equal on all of its ranks, and different for each of torchrun's nodes."""
-    return machine_id(), os.environ.get("GROUP_RANK", "")
 
 
 def topology_of(hosts: Sequence[Any]) -> tuple[Topology, str | None]:

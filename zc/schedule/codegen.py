@@ -120,8 +120,8 @@ def _call(node: fx.Node, op: Op, last: LastUses) -> str:
 
 def _show(arg: Any, node: fx.Node, last: LastUses) -> str:
     if isinstance(arg, fx.Node):
-        once = node.all_input_nodes.count(arg) == 1 and _times(node.args, arg) == 1
-        return f"v.pop({arg.name!r})" if once and last.get(arg) is node else f"v[{arg.name!r}]"
+        is_taken = last.get(arg) is node and _times(node.args, arg) == 1
+        return f"v.pop({arg.name!r})" if is_taken else f"v[{arg.name!r}]"
     if isinstance(arg, (list, tuple)):
         inner = ", ".join(_show(item, node, last) for item in arg)
         return f"[{inner}]" if isinstance(arg, list) else f"({inner}{',' if len(arg) == 1 else ''})"
