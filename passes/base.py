@@ -59,11 +59,9 @@ class Pipelines(NamedTuple):
 
 def copy_node(node: fx.Node, graph: fx.Graph, where: dict[fx.Node, fx.Node]) -> fx.Node:
     """Copies a node to the end of another graph, with its name and metadata. ``where`` maps old nodes to new ones."""
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: where[n])
-    where[node] = graph.create_node(node.op, node.target, args, kwargs, name=node.name, type_expr=node.type)
-    # the record names nodes of the old graph, and would keep it alive
-    where[node].meta = {key: item for key, item in node.meta.items() if key != "record"}
-    return where[node]
+    where[node] = new = graph.node_copy(node, where.__getitem__)
+    new.meta.pop("record", None)  # it names nodes of the old graph, and would keep that alive
+    return new
 
 
 def copy_graph(graph: fx.Graph, where: dict[fx.Node, fx.Node] | None = None) -> fx.Graph:

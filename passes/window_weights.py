@@ -205,9 +205,8 @@ class _Rewrite:
 
     def _put_copy(self, node: fx.Node) -> fx.Node:
         here = self._inside
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: here[n] if n in here else self._copies[n])
-        copied = self.graph.create_node(node.op, node.target, args, kwargs, name=node.name, type_expr=node.type)
-        copied.meta = {key: item for key, item in node.meta.items() if key != "record"}
+        copied = self.graph.node_copy(node, lambda n: here[n] if n in here else self._copies[n])
+        copied.meta.pop("record", None)
         if not self._is_sharded and node.op == "call_function":
             read = {used.meta["buffer"] for used in node.all_input_nodes if "buffer" in used.meta}
             if read - self._waited and self._waited:  # the first bucket is waited for at the start in any case
