@@ -36,16 +36,20 @@ RunNamed = Callable[[dict[str, Any], Any, Any, Named], None]  # of ``named``, to
 LastUses = dict[fx.Node, fx.Node | None]  # where each value leaves ``v``; None: it stays
 
 
-def generate(graph: fx.Graph, plan: Plan | None = None) -> str:
-    """The schedule's source; with ``plan`` the one whose statements have names."""
-    return _function(list(ops(graph)), _last_uses(graph), plan)
+def generate(graph: fx.Graph) -> str:
+    """The schedule's source."""
+    return _function(list(ops(graph)), _last_uses(graph))
 
 
 def load(graph: fx.Graph, plan: Plan | None = None) -> list[Any]:
     """A function for each of the `pieces`, a `Run` or with ``plan`` a `RunNamed`: called in order, they are the
     schedule."""
-    last = _last_uses(graph)
-    return [_load(_function(piece, last, plan)) for piece in pieces(graph)]
+    last, functions = _last_uses(graph), []
+    for piece in pieces(graph):
+        namespace: dict[str, Any] = {"put": _put}
+        exec(compile(_function(piece, last, plan), "<zc schedule>", "exec"), namespace)
+        functions.append(namespace["schedule"])
+    return functions
 
 
 def _function(nodes: Sequence[tuple[fx.Node, Op]], last: LastUses, plan: Plan | None = None) -> str:
@@ -78,12 +82,6 @@ def pieces(graph: fx.Graph) -> list[list[tuple[fx.Node, Op]]]:
         if isinstance(op, ReadWeights):
             parts.append([])
     return parts
-
-
-def _load(source: str) -> Any:
-    namespace: dict[str, Any] = {"put": _put}
-    exec(compile(source, "<zc schedule>", "exec"), namespace)
-    return namespace["schedule"]
 
 
 def _trace_name(node: fx.Node, op: Op, plan: Plan) -> str:
