@@ -1,3 +1,5 @@
+# mypy: disable-error-code="no-untyped-def"
+# (Triton resolves the annotations of a kernel's parameters as types of its own, so they have none.)
 """Numbers in blocks of 256 with a scale each: where they lie in the bytes that are sent, and the kernels that encode
 and decode them.
 
@@ -137,12 +139,6 @@ def _check_wire(name: str, wire: Tensor, blocks: Blocks) -> None:
         raise ValueError(f"{name} has {wire.shape[-1]} bytes, its blocks end at byte {max(ends)}")
 
 
-# mypy: disable-error-code="no-untyped-def"
-# (Triton resolves the annotations of a kernel's parameters as types of its own, so they have none.)
-
-
-
-
 @without_grad
 def encode_blocks(x: Tensor, wire: Tensor, blocks: Blocks, *, base: Tensor | None = None) -> None:
     """``wire`` <- the blocks of ``x``, or of ``x - base``. Exact blocks are those of ``x`` in either case.
@@ -248,12 +244,6 @@ def encode(x, base, wire, words, table, num_blocks, TOP: constexpr, TINY: conste
     else:
         tl.store(wire + unit * 128 + column, ((first & 15) | (second << 4)).to(tl.int8), mask=is_encoded)
     tl.store(words + word, tl.where(is_finite, scale, float("nan")), mask=is_there & (word >= 0))
-
-
-# mypy: disable-error-code="no-untyped-def"
-# (Triton resolves the annotations of a kernel's parameters as types of its own, so they have none.)
-
-
 
 
 @without_grad

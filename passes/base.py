@@ -32,7 +32,6 @@ from torch import fx
 from zc.errors import PassError, ZcError
 
 if TYPE_CHECKING:
-    from zc.passes.verify import Part
     from zc.planning.plan import Plan
 
 
@@ -48,22 +47,18 @@ class Pass(NamedTuple):
 
 class Pipelines(NamedTuple):
     """The passes that make a schedule of a backward graph, and of a forward graph whose weights come while it reads
-    them. ``landing`` makes the graph that copies one bucket's reduced gradient to host memory, with offload.
-    ``parts``: of the proof, that features bring."""
+    them. ``landing`` makes the graph that copies one bucket's reduced gradient to host memory, with offload."""
 
     backward: tuple[Pass, ...]
     forward: tuple[Pass, ...]
     landing: Callable[[Plan, int], fx.Graph] | None = None
-    parts: tuple[Part, ...] = ()
 
 
 def copy_node(node: fx.Node, graph: fx.Graph, where: dict[fx.Node, fx.Node]) -> fx.Node:
     """Copies a node to the end of another graph, with its name and metadata. ``where`` maps old nodes to new ones."""
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: where[n])
-    where[node] = graph.create_node(node.op, node.target, args, kwargs, name=node.name, type_expr=node.type)
-    # the record names nodes of the old graph, and would keep it alive
-    where[node].meta = {key: item for key, item in node.meta.items() if key != "record"}
-    return where[node]
+    where[node] = new = graph.node_copy(node, where.__getitem__)
+    new.meta.pop("record", None)  # it names nodes of the old graph, and would keep that alive
+    return new
 
 
 def copy_graph(graph: fx.Graph, where: dict[fx.Node, fx.Node] | None = None) -> fx.Graph:
@@ -128,25 +123,18 @@ def debt_of(graph: fx.Graph, plan: Plan) -> Debt:
     return Debt(frozenset(where[name] for grad, name in pairs if name is not None and isinstance(grad, fx.Node)))
 
 
-class PassRecord(NamedTuple):
-    """One run of a pass, and how many seconds it took."""
-
-    name: str
-    seconds: float
-
-
 def run_passes(
     graph: fx.Graph, plan: Plan, passes: Sequence[Pass], *, dump_dir: str | Path | None = None, name: str = "graph"
-) -> tuple[fx.Graph, tuple[PassRecord, ...]]:
-    """Returns the graph after all ``passes``, and does not change its argument. The graph's debt goes with it, as
-    ``meta["debt"]`` of the output.
+) -> tuple[fx.Graph, dict[str, float]]:
+    """Returns the graph after all ``passes``, and how many seconds each took. Does not change its argument. The graph's
+    debt goes with it, as ``meta["debt"]`` of the output.
 
     With ``dump_dir``: ``<name>/00_input.txt``, then per pass the graph after it, a unified diff, and a count of its
     ops. Raises PassError if a pass lacks what it requires or returns an ill-formed graph.
     """
     debt = debt_of(graph, plan)
     provided: set[str] = set()
-    records: list[PassRecord] = []
+    seconds: dict[str, float] = {}
     folder = Path(dump_dir) / name if dump_dir is not None else None
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -166,12 +154,12 @@ def run_passes(
             raise
         except Exception as error:
             raise PassError(f"pass {step.name} failed on {name}: {type(error).__name__}: {error}") from error
-        records.append(PassRecord(step.name, time.perf_counter() - start))
+        seconds[step.name] = time.perf_counter() - start
         provided |= step.provides
         if folder is not None:
             _dump(folder, number, step.name, graph, new)
         graph = new
-    return graph, tuple(records)
+    return graph, seconds
 
 
 def _dump(folder: Path, number: int, name: str, before: fx.Graph, after: fx.Graph) -> None:

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
+from zc.passes.exactly_once import spans_of, values_of
 from zc.planning.layout import ALIGN_NBYTES
 from zc.schedule.buffer import (
     AT_EXIT,
@@ -45,7 +46,6 @@ from zc.schedule.spec import (
     Sync,
     TakeWeights,
     WaitEvent,
-    WgradInto,
     Write,
 )
 
@@ -175,7 +175,7 @@ def _of_weights(node: fx.Node) -> Json:
         return {"window": op.places}
     kept: Iterable[fx.Node | None] = ()
     if isinstance(op, Deposit | Cast):
-        kept = (op.grad,) if isinstance(op, Deposit) else op.grads
+        kept = values_of(node, op)
     elif isinstance(op, Segment) and (body := node.meta.get("segment")) is not None:
         kept = [op.inputs[k] for k in body.meta.get("donated", ())]  # it may overwrite them
     return {"keeps": names} if (names := [f"%{value.name}" for value in kept if value is not None]) else {}
@@ -205,20 +205,11 @@ def _contents(op: BucketOp, plan: Plan) -> list[tuple[str, list[list[str]]]]:
 
 def _gradient(node: fx.Node, op: Write | Deposit, plan: Plan) -> Json:
     """The slots that it brings, each with the slots of which its value is the gradient; and the elements."""
-    values: Sequence[fx.Node]
-    extents = [[0, plan.bucket(op.bucket).numel]]
-    if isinstance(op, WgradInto):
-        values, extents = (node,), [[op.start, op.stop]]
-    elif isinstance(op, Deposit):
-        values = (op.grad,)
-    else:
-        values = op.grads
-        extents = extents if op.spans is None else [list(span) for span in op.spans]
     return {
         "buffer": None if isinstance(op, Deposit) else str(op.buffer),
-        "extents": extents,
+        "extents": [list(span) for span in spans_of(op, plan)],
         "slots": op.slots,
-        "gradient_of": [sorted(value.meta.get("gradient_of", ())) for value in values],
+        "gradient_of": [sorted(value.meta.get("gradient_of", ())) for value in values_of(node, op)],
     }
 
 

@@ -94,7 +94,7 @@ class _Ledger:
 
     def write(self, node: fx.Node, op: Write | Deposit) -> None:
         """Checks a write or a deposit: its slots, their values, and the elements that it writes."""
-        bucket, values, spans = op.bucket, _values(node, op), self._spans(op)
+        bucket, values, spans = op.bucket, values_of(node, op), spans_of(op, self.plan)
         if not isinstance(op, Deposit):
             self.written.setdefault(op.buffer, []).extend(spans)
         if len(values) != len(op.slots):
@@ -108,14 +108,6 @@ class _Ledger:
             if self.debt is not None and (bucket, slot) not in value.meta.get("gradient_of", ()):
                 self.faults.append(f"{node.name} takes %{value.name} for {gradient}, which it is not")
             self._check_extent(node.name, op, self.plan.buckets[bucket].slots, slot, spans)
-
-    def _spans(self, op: Write | Deposit) -> Spans:
-        """The elements that a node writes."""
-        if isinstance(op, WgradInto):
-            return ((op.start, op.stop),)
-        if isinstance(op, Write) and op.spans is not None:
-            return op.spans
-        return ((0, self.plan.buckets[op.bucket].numel),)
 
     def _check_extent(self, name: str, op: Write | Deposit, layout: Sequence[Slot], slot: int, spans: Spans) -> None:
         if slot >= len(layout):
@@ -169,7 +161,16 @@ class _Ledger:
             self.faults += [f"bucket {b} is {what}, and not owed whole" for b in sorted(done - owed)]
 
 
-def _values(node: fx.Node, op: Write | Deposit) -> Sequence[fx.Node]:
+def spans_of(op: Write | Deposit, plan: Plan) -> Spans:
+    """The elements that a node writes."""
+    if isinstance(op, WgradInto):
+        return ((op.start, op.stop),)
+    if isinstance(op, Write) and op.spans is not None:
+        return op.spans
+    return ((0, plan.buckets[op.bucket].numel),)
+
+
+def values_of(node: fx.Node, op: Write | Deposit) -> Sequence[fx.Node]:
     """The gradients of a write or a deposit; wgrad_into computes its own."""
     if isinstance(op, WgradInto):
         return (node,)

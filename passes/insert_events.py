@@ -143,7 +143,9 @@ class Timeline:
         stream = stream_of(node)
         clock = self.clocks.setdefault(stream, {})
         for point in points:
-            self._insert_wait(node, stream, self._event(point))
+            event = self._event(point)
+            with self.graph.inserting_before(node):
+                put(self.graph, WaitEvent(event), stream=stream)
             source, position = point
             for key, reached in {**self._snapshots.get(point, {}), source: position}.items():
                 clock[key] = max(clock.get(key, -1), reached)
@@ -220,10 +222,6 @@ class Timeline:
             with place:
                 put(self.graph, RecordEvent(self._events[point]), stream=source)
         return self._events[point]
-
-    def _insert_wait(self, node: fx.Node, stream: str, event: str) -> None:
-        with self.graph.inserting_before(node):
-            put(self.graph, WaitEvent(event), stream=stream)
 
 
 def _covers(a: Access, b: Access) -> bool:

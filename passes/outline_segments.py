@@ -44,7 +44,7 @@ _KEPT_META = ("val", "tensor_meta")  # the rest (stack traces, names) differs be
 
 def run(graph: fx.Graph, plan: Plan) -> fx.Graph:
     _refuse_streams(graph)
-    symbols = _symbol_inputs(graph)
+    symbols = [n for n in graph.find_nodes(op="placeholder") if isinstance(n.meta.get("val"), torch.SymInt)]
     shared = _shared_storages(graph)
     new = fx.Graph(owning_module=graph.owning_module)
     where: dict[fx.Node, fx.Node] = {}
@@ -97,10 +97,6 @@ def _keep_getitems_close(graph: fx.Graph) -> list[fx.Node]:
                 order.append(user)
                 seen.add(user)
     return order
-
-
-def _symbol_inputs(graph: fx.Graph) -> list[fx.Node]:
-    return [n for n in graph.nodes if n.op == "placeholder" and isinstance(n.meta.get("val"), torch.SymInt)]
 
 
 def _is_symbolic(node: fx.Node) -> bool:

@@ -43,7 +43,7 @@ FSDP (arXiv:2304.11277).
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import fx
@@ -51,7 +51,6 @@ from torch import fx
 from zc import torch_private
 from zc.errors import PassError
 from zc.passes.base import Pass, is_random
-from zc.planning.layout import ALIGN_NBYTES, align_up
 from zc.planning.plan import Plan
 from zc.schedule.buffer import Buffer
 from zc.schedule.nodes import is_schedule_node, put
@@ -85,7 +84,9 @@ class _Reads:
                 continue
             if torch_private.mutates(node.target) and node.args[0] in self.of_params:
                 raise PassError(f"{node.name} of a compiled graph writes to a parameter: stage 3 has no bytes of it")
-            is_made_of_params = all(n in self.of_params or _is_size(n) for n in node.all_input_nodes)
+            is_made_of_params = all(
+                n in self.of_params or isinstance(n.meta.get("val"), torch.SymInt) for n in node.all_input_nodes
+            )
             # made anew in each window, a dropped weight would have two masks
             is_kept = is_schedule_node(node) or node in returned or is_random(node)
             is_kept |= is_sharded and is_made_of_params and _is_reduced(node, sources)
@@ -107,13 +108,8 @@ def _is_reduced(node: fx.Node, sources: Sequence[fx.Node]) -> bool:
     return bool(REDUCED * value.numel() <= sum(source.meta["val"].numel() for source in dict.fromkeys(sources)))
 
 
-def _is_size(node: fx.Node) -> bool:
-    return isinstance(node.meta.get("val"), torch.SymInt)
-
-
 def _by_module(reads: Sequence[Sequence[Place]], plan: Plan) -> list[set[int]]:
     """The buckets of each node, and those of what other nodes read of the same modules, if all of it fits."""
-    nbytes = _aligned(plan)
     module_of = {(b, k): plan.bucket(b).slots[k].name.rpartition(".")[0] for places in reads for b, k in places}
     buckets_of: dict[str, set[int]] = {}
     for (bucket, _), module in module_of.items():
@@ -122,31 +118,25 @@ def _by_module(reads: Sequence[Sequence[Place]], plan: Plan) -> list[set[int]]:
     for places in reads:
         own = {bucket for bucket, _ in places}
         more = own.union(*(buckets_of[module_of[place]] for place in places))
-        wanted.append(more if _nbytes(more, nbytes) <= plan.weight_cap else own)
+        wanted.append(more if _nbytes(more, plan) <= plan.weight_cap else own)
     return wanted
 
 
 def _windows(reads: Sequence[set[int]], plan: Plan) -> list[int]:
     """The number of the window in which each node stands, for the buckets that it reads."""
-    nbytes = _aligned(plan)
-    limit = max((_nbytes(own, nbytes) for own in reads), default=0)
-    limit = max(limit, plan.weight_cap // 2)
+    limit = max([plan.weight_cap // 2, *(_nbytes(own, plan) for own in reads)])
     numbers: list[int] = []
     number, open_buckets = 0, set[int]()
     for own in reads:
-        if _nbytes(open_buckets | own, nbytes) > limit:
+        if _nbytes(open_buckets | own, plan) > limit:
             number, open_buckets = number + 1, set()
         open_buckets |= own
         numbers.append(number)
     return numbers
 
 
-def _aligned(plan: Plan) -> dict[int, int]:
-    return {bucket.index: align_up(bucket.nbytes, ALIGN_NBYTES) for bucket in plan.with_weights}
-
-
-def _nbytes(buckets: set[int], nbytes: Mapping[int, int]) -> int:
-    return sum(nbytes[bucket] for bucket in buckets)
+def _nbytes(buckets: Iterable[int], plan: Plan) -> int:
+    return sum(plan.bucket(bucket).nbytes_gathered for bucket in buckets)
 
 
 class _Rewrite:
@@ -215,9 +205,8 @@ class _Rewrite:
 
     def _put_copy(self, node: fx.Node) -> fx.Node:
         here = self._inside
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: here[n] if n in here else self._copies[n])
-        copied = self.graph.create_node(node.op, node.target, args, kwargs, name=node.name, type_expr=node.type)
-        copied.meta = {key: item for key, item in node.meta.items() if key != "record"}
+        copied = self.graph.node_copy(node, lambda n: here[n] if n in here else self._copies[n])
+        copied.meta.pop("record", None)
         if not self._is_sharded and node.op == "call_function":
             read = {used.meta["buffer"] for used in node.all_input_nodes if "buffer" in used.meta}
             if read - self._waited and self._waited:  # the first bucket is waited for at the start in any case

@@ -26,7 +26,6 @@ ARROWS = {
     "offload": ("compiler optim checkpoint report root", "a wing: the optimizer calls it"),
     "checkpoint": ("compiler report api", "a wing: zc.registry knows what a model was compiled to"),
     "report": ("compiler api", "a wing: what it shows is there already"),
-    "diverged": ("passes weights schedule compiler optim offload checkpoint report api", "a wing: it reads a trail"),
     "checking": ("passes engine compiler weights schedule offload", "a wing: it asks zc what a program asks it"),
 }
 
@@ -35,9 +34,8 @@ ARROWS = {
 # some modules. `zc.compile` hands it over, and the core imports none of it. The root is neither: it puts them together.
 CORE = ("planning", "schedule", "passes", "engine", "compiler", "ranks", "optim")
 WINGS = {
-    "weights": "zc.weights zc.meta zc.planning.residency zc.planning.frozen zc.passes.window_weights "
-               "zc.passes.residency",
-    "host": "zc.ranks.neighbours zc.ranks.hosts",
+    "weights": "zc.weights zc.planning.residency zc.passes.window_weights",
+    "host": "zc.ranks.neighbours",
     "levels": "zc.ranks.levels", "replicas": "zc.ranks.replicas",
     "wire": "zc.planning.wire zc.ranks.encoded",
     "watch": "zc.ranks.watch",
@@ -48,7 +46,7 @@ WINGS = {
     "in_place": "zc.passes.write_in_place",
     "buffers": "zc.engine.buffer_sync",
     "checkpoint": "zc.checkpoint", "report": "zc.report", "integrations": "zc.integrations",
-    "checking": "zc.checking", "diverged": "zc.diverged",
+    "checking": "zc.checking",
     "the order of the passes, those of wings included": "zc.passes.pipeline",
 }  # fmt: skip
 

@@ -4,7 +4,19 @@ from pkgutil import extend_path
 
 __path__ = extend_path(__path__, __name__)  # Zope's zc.lockfile, zc.buildout and others share the name
 
-from zc.api import clip_grad_norm_, compile, count, flush_state, full_grad, grads_are_finite, join, no_sync, synchronize  # noqa: A004
+from zc.api import (
+    clip_grad_norm_,
+    close,
+    compile,  # noqa: A004
+    count,
+    flush_state,
+    full_grad,
+    grads_are_finite,
+    join,
+    no_sync,
+    recompile,
+    synchronize,
+)
 from zc.checking.check import check
 from zc.checking.report import Report
 from zc.checkpoint.deepspeed import load_universal
@@ -14,7 +26,6 @@ from zc.checkpoint.safetensors_files import export, load_pretrained
 from zc.checkpoint.save_load import load, load_state_dict, save, state_dict
 from zc.checkpoint.saving import Saving
 from zc.checkpoint.whole_state import full_optimizer_state
-from zc.closing import close
 from zc.errors import (
     CheckpointError,
     PassError,
@@ -28,9 +39,7 @@ from zc.errors import (
 from zc.log import configure as _configure_log
 from zc.optim.assignment import elementwise
 from zc.optim.one_rank import one_rank
-from zc.passes.pipeline import verify
-from zc.passes.verify import Verdict
-from zc.recompile import recompile
+from zc.passes.verify import Verdict, verify
 from zc.registry import persistent_nbytes
 from zc.report.explain import explain
 from zc.report.prediction import Estimate, plan

@@ -54,9 +54,9 @@ def main() -> int:
 
         return run(sys.argv[2:])
     if sys.argv[1:2] == ["diff"]:
-        from zc.diverged import command
+        from zc.report import diverged
 
-        return command.run(sys.argv[2:])
+        return diverged.run(sys.argv[2:])
     if sys.argv[1:]:
         print(f"python -m zc has no command {sys.argv[1]!r}: check and diff are two, and alone it prints versions")
         return 2

@@ -1,4 +1,5 @@
-"""`zc.compile`, and the functions for the training loop. Every rank must call those on gradients and `zc.join`."""
+"""`zc.compile`, `zc.recompile` and `zc.close`, and the functions for the training loop. Every rank must call those on
+gradients and `zc.join`."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import contextlib
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,29 +19,41 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zc import guards, torch_private
 from zc.checkpoint import plain_state, stock_state
-from zc.checks import check_initialized, check_shards_fit, is_on_cpu, left_to_ranks
+from zc.checkpoint.saving import finish_pending
+from zc.checks import (
+    check_added,
+    check_initialized,
+    check_plan,
+    check_shards_fit,
+    check_shared,
+    is_on_cpu,
+    left_to_ranks,
+    owners_of,
+    trainable,
+)
 from zc.compiler import backend as compiler
-from zc.compiler.blocks import Blocks, compile_blocks
-from zc.config import OPTIONS, check_count
-from zc.diverged import files
+from zc.compiler.blocks import Blocks, compile_blocks, find_again
+from zc.config import OPTIONS, Config, check_count
 from zc.engine.buffer_sync import BufferSync, has_buffers
 from zc.engine.buffers import Buffers
 from zc.engine.core import Updater
 from zc.engine.param_checks import Unset
 from zc.engine.runtime import Runtime
 from zc.engine.streams import make_streams
+from zc.errors import PlanError, ZcError
 from zc.features import RANKS, features_of
-from zc.fill import broadcast_rest, fill, restore, snapshot
-from zc.meta import place
+from zc.fill import broadcast, broadcast_rest, fill, move_from_meta, restore, snapshot
 from zc.offload.disk import DiskState
-from zc.offload.host_step import HostMemory, HostStep
-from zc.optim.assignment import Container, is_elementwise
+from zc.offload.host_step import HostMemory, HostStep, unlock_dropped
+from zc.optim.assignment import Assignment, Container, is_elementwise
 from zc.optim.model import ShardedModel
-from zc.optim.optimizer import ShardedOptimizer, replace_methods
+from zc.optim.optimizer import ShardedOptimizer, refuse_closed, replace_methods, restore_methods
 from zc.planning.blocks import find_singles, matrices_around
-from zc.prepare import Request, fingerprint, notes_of, resolve
+from zc.planning.plan import Plan
+from zc.prepare import Request, fingerprint, notes_of, plan_of, resolve
 from zc.ranks.group import Group, ranks_of
 from zc.registry import COMPILED, is_ours, sharded
+from zc.report import diverged
 
 
 def compile(  # noqa: A001  (the name users know from torch.compile)
@@ -162,7 +176,7 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
     ranks = ranks_of(mesh, group, RANKS, reads_memory=is_on_cpu(model, device))
     with contextlib.ExitStack() as undo:
         with ranks.refuse_together():
-            unset_params, unset_buffers = place(model, device, stage, undo)
+            unset_params, unset_buffers = move_from_meta(model, device, stage, undo)
             request = resolve(model, optimizer, config_options, ranks)
             undo.callback(request.discard)
             if unset_params:
@@ -177,7 +191,11 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
         with ranks.refuse_together():  # the last point at which a rank can fail without others waiting for it
             runtime = _make_runtime(request, ranks)
             call = make_call(model, runtime, _make_buffer_sync(model, runtime))
-        _undo_on_failure(undo, request, runtime)
+        # if anything fails from here on, such as an allocation
+        dtypes = {name: param.dtype for name, param in runtime.placed.items()}
+        undo.callback(snapshot([*model.modules(), *request.assignment.optimizers]))
+        undo.callback(COMPILED.pop, model, None)
+        undo.callback(restore, runtime, dtypes)
         broadcast_rest(model, runtime.placed, ranks)
         fill(runtime, request.plan.with_weights, unset_params)
         runtime.unset = Unset(unset_params, unset_buffers)
@@ -234,14 +252,6 @@ def make_call(module: nn.Module, runtime: Runtime, sync: BufferSync | None = Non
     return call if call is None or config.backend == "eager" else guards.naming_limits(call)
 
 
-def _undo_on_failure(undo: contextlib.ExitStack, request: Request, runtime: Runtime) -> None:
-    """Restores the caller's model and optimizers if anything fails from here on, such as an allocation."""
-    dtypes = {name: param.dtype for name, param in runtime.placed.items()}
-    undo.callback(snapshot([*request.model.modules(), *request.assignment.optimizers]))
-    undo.callback(COMPILED.pop, request.model, None)
-    undo.callback(restore, runtime, dtypes)
-
-
 def _install(model: nn.Module, compiled: ShardedModel, call: Callable[..., Any] | None) -> None:
     """Puts hooks and methods on the caller's objects."""
     runtime = compiled.runtime
@@ -253,7 +263,7 @@ def _install(model: nn.Module, compiled: ShardedModel, call: Callable[..., Any] 
     torch_private.call_instead(model, call)
     _compile_blocks(model, runtime)
     guards.install(model, runtime)
-    files.install(runtime)
+    diverged.install(runtime)
     COMPILED[model] = compiled
 
 
@@ -267,6 +277,149 @@ def _compile_blocks(model: nn.Module, runtime: Runtime) -> None:
     make_backend = partial(compiler.make_backend, runtime)
     places += compile_blocks(model, singles, make_backend, guards.install_call, dynamic, context)
     runtime.block_places = places
+
+
+def recompile(model: nn.Module) -> None:
+    """Plans the parameters that became trainable after `compile` (``requires_grad_(True)``, deepspeed#5639). All ranks
+    call it, between two updates. Everything else keeps its place: weights, optimizer state, and schedules. Freezing a
+    parameter needs no call; it just gets no gradient.
+
+    One optimizer must hold the new parameters: from its construction on, or by ``optimizer.add_param_group`` before
+    this call.
+
+    A parameter that has replaced another one under its name (a new layer, a resized embedding) is a new one. The old
+    one loses its place and its optimizer state, and stays a plain tensor with its last values. The old place in a
+    bucket is not used again; `close` and `compile` make a plan without it.
+
+    Raises:
+        PlanError, TypeError: as `compile`; nothing has changed. RankMismatchError: ranks differ in what is trainable.
+    """
+    compiled = sharded(model)
+    with compiled.runtime.weights.named_plainly():
+        _recompile(model, compiled)
+
+
+def _recompile(model: nn.Module, compiled: ShardedModel) -> None:
+    runtime, config, ranks = compiled.runtime, compiled.runtime.config, compiled.runtime.group
+    with ranks.refuse_together():
+        if config.offload is not None:
+            raise PlanError(
+                f"zc.recompile does not work with offload={config.offload!r} yet: unfreeze all parameters before "
+                "zc.compile"
+            )
+        left = _replaced(model, runtime.placed)
+        known = {id(param) for param in runtime.params.values()}
+        params = {n: p for n, p in trainable(model).items() if id(p) not in known}
+        optimizers = tuple(sharded_optimizer.optimizer for sharded_optimizer in compiled.optimizers)
+        check_shared(model, params)
+        check_added(params, optimizers, runtime.plan.buckets[0].device)
+        rules = tuple(sharded_optimizer.rule for sharded_optimizer in compiled.optimizers)
+        added = Assignment(compiled.container, optimizers, rules, params, owners_of(params, optimizers))
+        plan = _longer_plan(model, runtime.plan.without(left), added, config, ranks)
+    ranks.same_everywhere(
+        "the set of trainable parameters",
+        [*fingerprint(model, config, added), *(f"{name} was replaced" for name in left)],
+        "Freeze, unfreeze and replace the same parameters on all ranks",
+    )
+    if not params and not left:
+        guards.remember_names(model, runtime)
+        return
+    buckets = plan.buckets[len(runtime.plan.buckets) :]
+    weights, moved = runtime.weights, params.keys() - left.keys()
+    with weights.leaving(moved, left):
+        if left:
+            weights.synchronize()
+            runtime.leave(left)
+        runtime.grow(plan, params)
+        fill(runtime, buckets)
+    compiled.leave(left)
+    compiled.adopt(buckets)
+    find_again(runtime.block_places)
+    weights.install_hooks(model)
+    frozen = {n: p for n, p in model.named_parameters() if runtime.params.get(n) is not p}
+    known = {id(param) for param in runtime.frozen.values()}
+    own = left_to_ranks(model)
+    broadcast([p for n, p in frozen.items() if id(p) not in known and n not in own], ranks)
+    runtime.frozen.clear()
+    runtime.frozen.update(frozen)
+    guards.remember_names(model, runtime)
+
+
+def _replaced(model: nn.Module, placed: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+    """Those of ``placed`` whose names other parameters have now."""
+    names = {param: name for name, param in model.named_parameters()}
+    now = dict(model.named_parameters(remove_duplicate=False))
+    replaced = {name: param for name, param in placed.items() if now.get(name, param) is not param}
+    for name, param in replaced.items():
+        if param in names:
+            raise PlanError(
+                f"parameter {name} is called {names[param]} now, and {name} is another one: zc.recompile takes new "
+                "parameters under old names, and moves none. Put it back, or call zc.close(model) and compile again"
+            )
+    return replaced
+
+
+def _longer_plan(model: nn.Module, plan: Plan, added: Assignment, config: Config, ranks: Group) -> Plan:
+    """``plan`` with buckets for the parameters of ``added`` after its own."""
+    if not added.params:
+        return plan
+    longer = plan_of(model, added, config, ranks, plan)
+    check_plan(longer)
+    moved = (replace(b, index=b.index + len(plan.buckets)) for b in longer.buckets)
+    shorter = plan.without(added.params)
+    return replace(shorter, buckets=(*shorter.buckets, *moved))
+
+
+def close(model: nn.Module) -> None:
+    """Releases, on all ranks, a compiled model's process groups, threads, masters, gradients and optimizer state.
+
+    A model that is not compiled, or already closed, is left alone. Afterwards ``model`` is a plain module, equal on
+    every rank: whole parameters in their current dtype, in their own memory, without gradients. It can be evaluated,
+    saved, and compiled again with a new optimizer. The old optimizer has neither parameters nor state, and its
+    ``step()`` raises. Save before you close (`zc.save`; with offload="disk" `zc.flush_state`). A pending asynchronous
+    save is finished first.
+
+    A program that only drops the model need not call it. Memory and threads are released with the model. The next
+    `compile` or `close` of the same ranks releases its process groups and the page-locked host memory of offload.
+
+    Raises:
+        RankMismatchError, RankLostError: not all ranks have called it. Everything on this rank is closed except the
+            groups.
+        CheckpointError: the pending save has failed; nothing has changed.
+        ZcError: it was called inside `whole_parameters` of sharded weights; nothing has changed.
+    """
+    unlock_dropped()
+    compiled = COMPILED.get(model)
+    if compiled is None:
+        return
+    runtime = compiled.runtime
+    if runtime.weights.is_held_whole:
+        raise ZcError(
+            "zc.close was called inside `with zc.whole_parameters(model)`, which at its end writes the shards that "
+            "zc.close releases: leave it before you close the model"
+        )
+    finish_pending(compiled)
+    try:
+        with contextlib.suppress(ZcError):  # of a step that was given up
+            runtime.clear(set_to_none=True)  # after a backward that raised here, others wait for the agreed reductions
+            runtime.streams.synchronize()
+            runtime.weights.synchronize()
+            runtime.weights.unshard()
+        runtime.group.close()
+    finally:
+        _make_plain(model, compiled)
+
+
+def _make_plain(model: nn.Module, compiled: ShardedModel) -> None:
+    """Removes from the model and its optimizers what `zc.compile` has put there."""
+    del COMPILED[model]
+    guards.remove(model)
+    torch_private.call_instead(model, None)
+    restore(compiled.runtime, {name: param.dtype for name, param in compiled.runtime.placed.items()})
+    for sharded_optimizer in compiled.optimizers:
+        sharded_optimizer.let_go()
+        restore_methods(sharded_optimizer)
+        sharded_optimizer.optimizer.register_step_pre_hook(refuse_closed)
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ from zc.machine import available_nbytes, free_nbytes, has_streams, ranks_on_this
 from zc.optim.assignment import Assignment
 from zc.optim.trials import num_kept
 from zc.planning.allocations import resident
-from zc.planning.layout import ALIGN_NBYTES, Rule, align_up
+from zc.planning.layout import Rule
 from zc.planning.plan import Plan
 from zc.registry import COMPILED
 
@@ -374,7 +374,7 @@ def check_plan(plan: Plan) -> None:
             "offload='cpu', or stage=2"
         )
     largest = max(plan.sharded, key=lambda b: b.nbytes)
-    if plan.weight_cap < (least := align_up(largest.nbytes, ALIGN_NBYTES)):
+    if plan.weight_cap < (least := largest.nbytes_gathered):
         raise PlanError(
             f"weight_nbytes={plan.weight_cap} is too small: the largest bucket ({largest.slots[0].name}, ...) has "
             f"{largest.nbytes} bytes of weights, so at least weight_nbytes={least} is needed; bucket_nbytes makes "

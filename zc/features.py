@@ -13,9 +13,8 @@ from zc.passes.pipeline import pipelines
 from zc.planning.plan import Plan, Way
 from zc.ranks.control import Parts
 from zc.ranks.encoded import encoded
-from zc.ranks.hosts import find_hosts
-from zc.ranks.levels import TwoLevels
-from zc.ranks.neighbours import by_memory
+from zc.ranks.levels import open_levels
+from zc.ranks.neighbours import by_memory, find_hosts
 from zc.ranks.replicas import between_replicas, split
 from zc.ranks.routes import MakeRoute
 from zc.ranks.watch import Watch
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 # one line for each feature: without it the rest works
 RANKS = Parts(
     find_hosts=find_hosts,
-    levels=TwoLevels(),
+    open_levels=open_levels,
     split=split,
     watch_of=Watch.of_this_process,
 )

@@ -33,10 +33,9 @@ from zc.optim.assignment import Assignment, is_elementwise, note_of, optimizers_
 from zc.optim.param_writes import note_of_shared
 from zc.optim.trials import whole_keys
 from zc.planning.blocks import find_kinds
-from zc.planning.frozen import with_frozen
 from zc.planning.layout import Rule, own_strides
 from zc.planning.ownership import assign_owners
-from zc.planning.packing import ParamSpec, make_plan
+from zc.planning.packing import ParamSpec, make_plan, with_frozen
 from zc.planning.plan import BlockKind, Plan, Topology, usable
 from zc.planning.traits import elementwise_names
 from zc.ranks.group import Group
@@ -139,7 +138,7 @@ def plan_of(
     if after is not None:
         return plan_for(config, specs, assignment.rules, after.topology, ranks.num_replicas, after.kinds, after=after)
     types = {param.device.type for param in params.values()}
-    topology = usable(ranks.shard.topology, config.reduce, types, ranks.parts.levels)
+    topology = usable(ranks.shard.topology, config.reduce, types, has_levels=ranks.parts.open_levels is not None)
     kinds = find_kinds(model) if config.compiles_blocks else ()
     frozen = shardable(model, params) if config.shards_frozen else {}
     return plan_for(config, specs, assignment.rules, topology, ranks.num_replicas, kinds, frozen)

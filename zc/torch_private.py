@@ -900,61 +900,59 @@ def bare_copy(
     return bare
 
 
-class _Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __init__(self, call: Callable[[str], None]) -> None:
+class _Running(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Runs each operator as ``run(operator, its arguments, its keywords)``."""
+
+    def __init__(self, run: Callable[[Any, Any, Any], Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._call = call
+        self._run = run
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
-            self._call(func.name().split("::")[-1].split(".")[0])
-        return func(*args, **(kwargs or {}))
+        return self._run(func, args, kwargs or {})
 
 
 def watching_collectives(call: Callable[[str], None]) -> contextlib.AbstractContextManager[Any]:
     """Inside, each collective calls ``call`` with its operator's name before it starts; that may raise. Relies on
     torch.distributed's collectives being operators of the namespace c10d, which dispatch modes see (2.11 to 2.15)."""
-    return _Watching(call)
 
+    def run(func: Any, args: Any, kwargs: Any) -> Any:
+        if func.namespace == "c10d":
+            call(func.name().split("::")[-1].split(".")[0])
+        return func(*args, **kwargs)
 
-class _Seeing(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __init__(self, call: Callable[[str, Any, Any], None]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._call = call
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        self._call(func.name().partition(".")[0], args, result)
-        return result
+    return _Running(run)
 
 
 def seeing_operators(call: Callable[[str, Any, Any], None]) -> contextlib.AbstractContextManager[Any]:
     """Inside, each operator calls ``call`` with its name (``aten::mm``), its arguments and its result, after it ran. A
     tensor among the arguments says whether it requires a gradient. Relies on dispatch modes being called below autograd
     with the tensors that the program has given, in its grad mode (2.11 to 2.15)."""
-    return _Seeing(call)
 
+    def run(func: Any, args: Any, kwargs: Any) -> Any:
+        result = func(*args, **kwargs)
+        call(func.name().partition(".")[0], args, result)
+        return result
 
-class _ExactNorms(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        one, several = torch.ops.aten.linalg_vector_norm.default, torch.ops.aten._foreach_norm.Scalar
-        if func not in (one, several) or kwargs.get("dtype") is not None:
-            return func(*args, **kwargs)
-        values = [args[0]] if func is one else args[0]
-        if not all(value.is_floating_point() for value in values):
-            return func(*args, **kwargs)
-        exact = [value.double() for value in values]
-        norms = [func(*exact, *args[1:], **kwargs)] if func is one else func(exact, *args[1:], **kwargs)
-        rounded = [norm.to(value.dtype) for norm, value in zip(norms, values, strict=True)]
-        return rounded[0] if func is one else rounded
+    return _Running(run)
 
 
 def exact_norms() -> contextlib.AbstractContextManager[Any]:
     """Inside, norms of real tensors are computed in float64 and rounded once. On a CPU torch adds up squares of fp32
     one after the other: 1e-5 off for 1 M elements, 9e-5 for 4 M (AVX2, 2.13). Relies on norms, those of clip_grad_norm_
     too, being the operators linalg_vector_norm and _foreach_norm (2.11 to 2.15)."""
-    return _ExactNorms()  # type: ignore[no-untyped-call]
+    one, several = torch.ops.aten.linalg_vector_norm.default, torch.ops.aten._foreach_norm.Scalar
+
+    def run(func: Any, args: Any, kwargs: Any) -> Any:
+        values = args[0] if func is several else args[:1]
+        is_norm = func in (one, several) and kwargs.get("dtype") is None
+        if not is_norm or not all(value.is_floating_point() for value in values):
+            return func(*args, **kwargs)
+        exact = [value.double() for value in values]
+        norms = [func(*exact, *args[1:], **kwargs)] if func is one else func(exact, *args[1:], **kwargs)
+        rounded = [norm.to(value.dtype) for norm, value in zip(norms, values, strict=True)]
+        return rounded[0] if func is one else rounded
+
+    return _Running(run)
 
 
 # attributes of an Optimizer: its hooks around step, each an OrderedDict by handle id (2.11 to 2.15)

@@ -25,14 +25,14 @@ from zc.engine.operations import Operations
 from zc.engine.program import build
 from zc.engine.weights import gather_graph
 from zc.features import RANKS, ROUTES
-from zc.passes import insert_events, place_on_streams, verify
+from zc.passes import insert_events, scheduling, verify
 from zc.passes.pipeline import pipeline
 from zc.planning.allocations import sent_between_hosts, shared
 from zc.planning.packing import ParamSpec, make_plan
 from zc.planning.plan import Plan, Topology
 from zc.ranks import exchanges, group
 from zc.ranks.group import Group
-from zc.ranks.levels import TwoLevels, across
+from zc.ranks.levels import across
 from zc.ranks.routes import Routes
 
 SHAPE = (1024, 256)
@@ -119,7 +119,7 @@ def plan_of(hosts: Topology, stage: int, dtype: torch.dtype, num_replicas: int =
 def run_threads(hosts: Topology, plan: Plan, grads: list[Tensor]) -> tuple[Wires, list[Tensor], list[Tensor]]:
     """What is sent; by rank the mean gradient of its shard, and the weights after each rank has changed its shard."""
     wires, means, weights = Wires(hosts), dict[int, Tensor](), dict[int, Tensor]()
-    bucket, passes = plan.buckets[0], [place_on_streams.PASS, insert_events.PASS, verify.PASS]
+    bucket, passes = plan.buckets[0], [scheduling.PASS, insert_events.PASS, verify.PASS]
 
     def train(rank: int) -> None:
         wires.begin(rank)
@@ -164,7 +164,7 @@ SAMPLE = [(2, 2, 1), (2, 2, 2), (2, 8, 2), (4, 8, 2)]  # each rank makes and pro
 @pytest.mark.parametrize(("num_hosts", "per_host", "stage"), EVERY if FULL else SAMPLE)
 def test_what_leaves_a_host_and_in_which_order(num_hosts: int, per_host: int, stage: int) -> None:
     """(H - 1) / H of the model for the gradients and as much for the weights, whatever L is."""
-    hosts = Topology(num_hosts, per_host, levels=TwoLevels())
+    hosts = Topology(num_hosts, per_host, has_levels=True)
     torch.manual_seed(0)
     grads = [torch.randn(SHAPE) for _ in range(hosts.world_size)]
     plan = plan_of(hosts, stage, torch.float32)
@@ -213,7 +213,7 @@ def in_ring(plan: Plan) -> dict[str, int]:
 
 def test_bf16_gradients_are_summed_in_fp32_inside_a_host() -> None:
     """No buffer is larger than with one level: the sum of a host, in fp32, lies where the bf16 gradients were."""
-    hosts = Topology(2, 2, levels=TwoLevels())
+    hosts = Topology(2, 2, has_levels=True)
     torch.manual_seed(0)
     grads = [torch.randn(SHAPE).bfloat16().float() for _ in range(4)]
     plan, one_level = plan_of(hosts, 2, torch.bfloat16), plan_of(Topology(4, 1), 2, torch.bfloat16)
@@ -229,7 +229,7 @@ def test_bf16_gradients_are_summed_in_fp32_inside_a_host() -> None:
 @pytest.mark.parametrize("stage", [1, 2])
 def test_replicas_on_several_hosts_each(stage: int) -> None:
     """A mesh of (2, 4) on 4 hosts of 2: inside a host, between the hosts of a replica, between replicas."""
-    hosts = Topology(2, 2, levels=TwoLevels())
+    hosts = Topology(2, 2, has_levels=True)
     torch.manual_seed(0)
     grads = [torch.randn(SHAPE) for _ in range(8)]
     plan = plan_of(hosts, stage, torch.float32, num_replicas=2)

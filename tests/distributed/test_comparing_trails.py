@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from zc.diverged import command
 from zc.engine.announcements import BOUNDARY
 from zc.ranks.journal import LENGTH, Trail
+from zc.report import diverged
 
 
 def call(number: int, what: str, line: int, *, shared: bool = True, times: int = 1) -> list[Any]:
@@ -30,7 +30,7 @@ def write(folder: Path, rank: int, *calls: list[Any], num_ranks: int = 2, **fiel
 
 
 def diff(folder: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
-    status = command.run([str(folder)])
+    status = diverged.run([str(folder)])
     captured = capsys.readouterr()
     return status, captured.out + captured.err
 

@@ -22,8 +22,7 @@ from models import Heads
 from training_runs import message_of
 
 import zc
-from zc.diverged import command
-from zc.diverged.files import read
+from zc.report import diverged
 
 EXAMPLES = ROOT / "docs" / "examples"
 AT_ONCE = 7  # pairs of ranks in one job: they wait, most of the time
@@ -65,7 +64,7 @@ def test_the_first_difference_is_named_with_the_users_line(start: int, tmp_path:
     for at, (run, stage, odd) in enumerate(chosen):
         where = f"{run.__name__}, stage {stage}, rank {odd} is odd"
         try:
-            text, is_different = command.report(read(tmp_path / f"{run.__name__}-{stage}-{odd}"))
+            text, is_different = diverged.report(diverged.read(tmp_path / f"{run.__name__}-{stage}-{odd}"))
         except zc.ZcError as error:
             wrong.append(f"{where}: {error!r}; {raised[2 * at : 2 * at + 2]}")
             continue
@@ -93,7 +92,7 @@ def test_the_page_shows_what_the_command_prints(tmp_path: Path) -> None:
         cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
     )  # fmt: skip
     assert printed.returncode == 1, printed.stderr
-    run = read(tmp_path)[0].run
+    run = diverged.read(tmp_path)[0].run
     page = (ROOT / "docs" / "diverged.md").read_text()
     shown = printed.stdout.replace(f"{EXAMPLES}/", "").replace(run, "8f0c6d1e2a47").split("\n", 2)[2].strip()
     assert shown in page, printed.stdout
@@ -128,7 +127,7 @@ def test_a_rank_that_ends_by_its_own_error_leaves_a_file(tmp_path: Path) -> None
     ]
     said = [rank.communicate(timeout=120 * patience())[1] for rank in ranks]
     assert "LookupError" in said[1] and "LookupError" in said[0], said
-    text, is_different = command.report(read(tmp_path / "files"))
+    text, is_different = diverged.report(diverged.read(tmp_path / "files"))
     line = next(n for n, text in enumerate(ENDS.splitlines(), 1) if "raise" in text)
     assert is_different and "rank 1: ended by LookupError: planted" in text
     assert f"stands at {script}:{line} in <module>" in text, text

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from training_runs import Run, environment, message_of, zc_weights
 
 import zc
-from zc.ranks import hosts, neighbours
+from zc.ranks import neighbours
 
 RUNS = [
     Run("mlp", stage=2, backend="aot_eager", updates=5), Run("mlp", stage=1, backend="aot_eager", updates=5),
@@ -54,11 +54,11 @@ def _ways(rank: int, world_size: int, refused_on: int | None, how: str) -> tuple
         if how == "kernel":  # as where a sandbox forbids the call
             neighbours.Reader.read_into = _forbidden  # type: ignore[method-assign]
         elif how == "no such call":
-            hosts.Reader = _no_reader  # type: ignore[assignment, misc]
+            neighbours.Reader = _no_reader  # type: ignore[assignment, misc]
         elif how == "another memory":  # a process of this number is there, and is not the rank
             neighbours.Reader.read_into = _of_zeros  # type: ignore[method-assign]
         elif how == "another process":  # what it has announced is another one's number, as in another PID namespace
-            hosts.Listener = _elsewhere  # type: ignore[assignment, misc]
+            neighbours.Listener = _elsewhere  # type: ignore[assignment, misc]
     before = {path.name for path in Path("/dev/shm").iterdir()} if Path("/dev/shm").is_dir() else set()
     model = nn.Linear(8, 8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -67,14 +67,14 @@ def _ways(rank: int, world_size: int, refused_on: int | None, how: str) -> tuple
         model(torch.ones(2, 8)).sum().backward()
         optimizer.step()
     finally:
-        neighbours.Reader.read_into, hosts.Reader = _READ, neighbours.Reader  # type: ignore[method-assign, misc]
-        hosts.Listener = _LISTENER  # type: ignore[misc]
+        neighbours.Reader, neighbours.Listener = _READER, _LISTENER  # type: ignore[misc]
+        neighbours.Reader.read_into = _READ  # type: ignore[method-assign]
     sections = zc.explain(model).sections
     now = {path.name for path in Path("/dev/shm").iterdir()} if Path("/dev/shm").is_dir() else set()
     return sections["plan"], sections["notes"], sorted(now - before)
 
 
-_READ, _LISTENER = neighbours.Reader.read_into, hosts.Listener
+_READER, _READ, _LISTENER = neighbours.Reader, neighbours.Reader.read_into, neighbours.Listener
 
 
 def _forbidden(self: neighbours.Reader, out: int, pid: int, address: int, nbytes: int) -> None:

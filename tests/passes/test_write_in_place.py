@@ -16,7 +16,7 @@ import zc
 from zc.kernels import rows_into
 from zc.passes.base import run_passes
 from zc.passes.pipeline import pipeline
-from zc.report.summary import nbytes_in_place
+from zc.report.explain import nbytes_in_place
 from zc.schedule.nodes import op_of
 from zc.schedule.spec import AccumulateCast, FlattenCast, Take, WgradInto
 

@@ -24,7 +24,7 @@ PLANTED = [  # file, what is written at its end, what is said
     ("zc/api.py", "from zc.integrations import checkpoints", "root -> zc.integrations.checkpoints"),
     ("zc/planning/layout.py", "from zc.planning.plan import Plan", "zc.planning.layout -> zc.planning.plan"),
     ("zc/engine/buffers.py", "from zc.planning.wire import Rows", "the core imports zc.planning.wire of wire, a wing"),
-    ("zc/engine/core.py", "def late():\n    import zc.ranks.hosts", "the core imports zc.ranks.hosts of host, a wing"),
+    ("zc/engine/core.py", "def late():\n    import zc.ranks.watch", "the core imports zc.ranks.watch of watch, a wing"),
     ("zc/errors.py", "from torch._dynamo import config", "_dynamo: private names"),
     ("zc/errors.py", "import torch._inductor.config", "_inductor: private names"),
     ("zc/errors.py", "print(torch._C)", "_C: private names"),

@@ -11,8 +11,9 @@ from torch import nn
 
 import zc
 from zc.errors import PlanError
+from zc.kernels.blocks import Run
 from zc.planning.layout import flat_layout
-from zc.planning.wire import Run, row_nbytes, rows_of
+from zc.planning.wire import row_nbytes, rows_of
 
 SHAPES = [("a", (5, 256)), ("bias", (300,)), ("b", (4, 256)), ("small", (3, 100))]
 
@@ -40,13 +41,14 @@ def test_rows_cover_each_block_once(world_size: int) -> None:
     layout = flat_layout(SHAPES * 3, world_size, 256)
     for bits in (8, 4):
         rows = rows_of(layout, bits, 0, world_size)
-        assert [run.first for run in rows.runs] == [sum(r.num for r in rows.runs[:k]) for k in range(len(rows.runs))]
-        assert sum(run.num for run in rows.runs) * 256 == layout.numel_padded
+        runs = [Run(*run) for run in rows.runs]
+        assert [run.first for run in runs] == [sum(r.num for r in runs[:k]) for k in range(len(runs))]
+        assert sum(run.num for run in runs) * 256 == layout.numel_padded
         sizes = [stop - start for start, stop in itertools.pairwise(rows.offsets)]
         assert tuple(sizes) == row_nbytes(layout, bits)
         spans = sorted(
             span
-            for r in rows.runs
+            for r in runs
             for span in (
                 [(r.at, r.at + r.num * 1024)]
                 if r.scales < 0

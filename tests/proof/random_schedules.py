@@ -15,7 +15,6 @@ from zc.schedule.nodes import ops, put, steps, stream_of
 from zc.schedule.spec import (
     CopyToDevice,
     CopyToHost,
-    Event,
     Finish,
     FlattenCast,
     Gather,
@@ -23,6 +22,7 @@ from zc.schedule.spec import (
     Reduce,
     Segment,
     StageShard,
+    Sync,
     Take,
     Update,
     WaitEvent,
@@ -124,7 +124,7 @@ def _insert(
 def _edit(draw: st.DrawFn, graph: fx.Graph) -> None:
     """Takes a wait away, moves a record or a wait by a few places, or adds a wait for what is recorded."""
     nodes = list(steps(graph))
-    sync = [(node, op) for node, op in ops(graph) if isinstance(op, Event)]
+    sync = [(node, op) for node, op in ops(graph) if isinstance(op, Sync)]
     if not sync:
         return
     chosen, op = draw(st.sampled_from(sync))

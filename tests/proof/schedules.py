@@ -16,13 +16,12 @@ from torch import fx
 from zc.config import Config
 from zc.engine.weights import gather_graph, publish_graph
 from zc.offload.host_step import step_graph
-from zc.passes import insert_events, offload_gradients, place_on_streams, reduce_buckets, window_weights
+from zc.passes import insert_events, offload_gradients, reduce_buckets, scheduling, window_weights
 from zc.passes.base import Debt
 from zc.planning.layout import Rule
 from zc.planning.ownership import assign_owners
 from zc.planning.packing import ParamSpec, make_plan
 from zc.planning.plan import Plan, Topology, flat
-from zc.ranks.levels import TwoLevels
 from zc.schedule.buffer import Buffer
 from zc.schedule.nodes import put
 from zc.schedule.spec import (
@@ -53,7 +52,7 @@ def make(
         bucket_nbytes=slots * 2 * dtype.itemsize, num_buffers=ring, overlap=overlap, overlap_gather=overlap_gather,
         offload=offload and "cpu", offload_accumulate=offload or "cpu",
     )  # fmt: skip
-    levels = TwoLevels() if num_hosts > 1 else None
+    levels = num_hosts > 1
     topology = Topology(num_hosts, world_size // num_hosts, reads, levels) if reads or levels else flat(world_size)
     rules = (Rule(whole=is_owned),)
     owners = assign_owners(specs, rules, world_size)
@@ -218,7 +217,7 @@ def forward(plan: Plan, layers_a_bucket: int = 1) -> fx.Graph:
 
 def placed(plan: Plan, graph: fx.Graph, debt: Debt = NOTHING_OWED) -> fx.Graph:
     """With its streams and events; what it owes, and under which plan, goes with it."""
-    new = insert_events.run(place_on_streams.run(graph, plan), plan)
+    new = insert_events.run(scheduling.run(graph, plan), plan)
     new.output_node().meta.update(debt=debt, plan=plan)
     return new
 

@@ -17,8 +17,8 @@ from harness import run_ranks
 from torch import nn
 
 import zc
-from zc.engine.ledger import Waited
 from zc.planning.plan import Plan
+from zc.ranks.exchanges import WaitForRank
 from zc.registry import sharded
 from zc.report.html import text_of_waits
 
@@ -84,7 +84,7 @@ def test_the_late_rank_is_named(memory: bool, options: dict[str, Any]) -> None:
 
 
 def test_what_it_says() -> None:
-    assert text_of_waits([]) == "" == text_of_waits([Waited(1, 5.0, 5.1)])
-    waits = [Waited(1, 0.0, 300.0), Waited(3, 300.0, 2_000.0), Waited(1, 2_000.0, 2_100.0)]
+    assert text_of_waits([]) == "" == text_of_waits([WaitForRank(1, 5.0, 5.1)])
+    waits = [WaitForRank(1, 0.0, 300.0), WaitForRank(3, 300.0, 2_000.0), WaitForRank(1, 2_000.0, 2_100.0)]
     assert text_of_waits(waits) == "2.1 ms for other ranks, 1.7 ms of them for rank 3"
-    assert text_of_waits([Waited(None, 0.0, 40.0)]) == "40 µs for other ranks", "a collective does not tell whose"
+    assert text_of_waits([WaitForRank(None, 0.0, 40.0)]) == "40 µs for other ranks", "a collective does not tell whose"

@@ -19,8 +19,19 @@ from typing import Any, NamedTuple, TextIO
 import torch
 from torch import nn
 
-from zc.checking import causes, looks
-from zc.checking.differences import NUM_SAMPLES, Allowed, Difference, describe, rounding_of, worst_of
+from zc.checking import looks
+from zc.checking.differences import (
+    NUM_SAMPLES,
+    UNKNOWN,
+    Allowed,
+    Difference,
+    cause_in_gradients,
+    cause_in_own_update,
+    cause_in_weights,
+    describe,
+    rounding_of,
+    worst_of,
+)
 from zc.checking.loop import Key, Loop, Moment, Step, Update, kept, steps_of
 from zc.checking.reference import First, Reference
 from zc.checking.report import KINDS, Finding, Report
@@ -231,8 +242,8 @@ def _look_and_run(
     samples = (Reference(loop, noise=1 + k) for k in range(NUM_SAMPLES))
     allowed = Allowed.around(trace, (sample.run(progress.advance) for sample in samples))
     found += looks.of_numbers(trace) + looks.of_buffers(loop, trace[-1]) + looks.of_updates(loop, trace)
-    if (cause := causes.of_own_update(first)) is not None:
-        found.append(Finding(cause.code, cause.text, rank))
+    if (cause := cause_in_own_update(first)) is not None:
+        found.append(replace(cause, rank=rank))
     found += looks.of_detached(loop, scratch, trace)
     found += looks.of_ranks(loop, allowed, trace) if not loop.is_together else []
     if any(ranks.gather_objects(any(finding.code in WITHOUT_REFERENCE for finding in found))):
@@ -313,21 +324,21 @@ def _run_backend(
     if loop.rank == one.rank and earliest is not None:
         cause = _cause(one, moments[0], allowed.trace[one.update], first if one.update == 0 else None, loop)
     (cause,) = loop.ranks.gather_objects(cause)[one.rank : one.rank + 1]
-    code, text = cause if cause is not None else ("zc", causes.UNKNOWN)
+    code, text = (cause.code, cause.text) if cause is not None else ("zc", UNKNOWN)
     return [*notes, Finding(code, f"{text} (zc, {backend}: {describe(one)})", one.rank, backend)]
 
 
-def _cause(one: Difference, got: Moment, wanted: Moment, first: First | None, loop: Loop) -> causes.Cause | None:
+def _cause(one: Difference, got: Moment, wanted: Moment, first: First | None, loop: Loop) -> Finding | None:
     if one.key.kind == "gradient":
-        return causes.of_gradients(got, wanted, first, loop.rank, loop.world_size)
+        return cause_in_gradients(got, wanted, first, loop.rank, loop.world_size)
     if one.key.kind == "weight":
-        return causes.of_weights(got, wanted, first)
+        return cause_in_weights(got, wanted, first)
     named = {
         "state": ("optimizer-state", "zc's optimizer holds another state than a plain one"),
         "buffer": ("buffer", "zc's forward leaves another buffer than plain PyTorch"),
         "loss": ("loss", "the forward on zc's model gives another loss than plain PyTorch"),
     }[one.key.kind]
-    return causes.Cause(*named)
+    return Finding(*named)
 
 
 def _finished(report: Report, found: list[Finding], ranks: Group) -> Report:

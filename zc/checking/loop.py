@@ -88,7 +88,6 @@ class Key(NamedTuple):
     rank: int = -1
 
 
-
 @dataclass
 class Moment:
     """What one update has shown. A weight is here as how far it has gone from its first value; ``sizes``: of weights,

@@ -51,7 +51,10 @@ class Reference:
         self._states = list(loop.random)
         self.masters, self.optimizer = copied(loop.model, loop.optimizer)
         self._names = names_of(self.masters, self.optimizer)
-        self._perturb_weights()
+        if self._noise is not None:
+            with torch.no_grad():
+                for param in self.masters.parameters():
+                    param.copy_(self._rounded_otherwise(param))
         self.model = self._computing_copy()
         own = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         self._buffers = [own] + [{n: b.clone() for n, b in own.items()} for _ in range(loop.world_size - 1)]
@@ -60,13 +63,6 @@ class Reference:
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         return ((name, param) for name, param in self.model.named_parameters() if param.requires_grad)
-
-    def _perturb_weights(self) -> None:
-        if self._noise is not None:
-            with torch.no_grad():
-                for param in self.masters.parameters():
-                    if param.is_floating_point():
-                        param.copy_(self._rounded_otherwise(param))
 
     def _rounded_otherwise(self, value: Tensor) -> Tensor:
         if self._noise is None or not value.is_floating_point():
@@ -113,7 +109,10 @@ class Reference:
                     moment.values[Key("loss", f"microbatch {k}", rank)] = loss
                     advance()
             if number == 0 and loop.microbatches > 1 and not loop.is_together:
-                new = [_minus(after, earlier) for after, earlier in zip(parts, before, strict=True)]
+                new = [
+                    {name: grad - earlier[name] if name in earlier else grad for name, grad in part.items()}
+                    for part, earlier in zip(parts, before, strict=True)
+                ]
                 by_microbatch.append(_mean(new))
         if loop.is_together:
             self._exchange(parts, moment)
@@ -200,7 +199,7 @@ class Reference:
     def _watched_update(self, params: dict[str, nn.Parameter]) -> None:
         """The update, and how far it moves weights outside of the optimizers' steps."""
         last = {name: kept(param) for name, param in params.items() if param.requires_grad}
-        self.first.before, outside = last, {name: torch.zeros_like(weight) for name, weight in last.items()}
+        outside = {name: torch.zeros_like(weight) for name, weight in last.items()}
 
         def before_step(*_: object) -> None:
             for name, weight in last.items():
@@ -251,7 +250,3 @@ def _mean(parts: list[Grads]) -> Grads:
         for name, grad in part.items():
             total[name] = total[name] + grad if name in total else grad
     return {name: grad / len(parts) for name, grad in total.items()}
-
-
-def _minus(after: Grads, before: Grads) -> Grads:
-    return {name: grad - before[name] if name in before else grad for name, grad in after.items()}

@@ -102,16 +102,12 @@ def _table(worst: dict[str, dict[str, Worst]]) -> list[str]:
     for kind in KINDS:
         cells = [row.get(kind, Worst()) for row in worst.values()]
         if any(cell.num_compared for cell in cells):
-            rows.append([NAMES[kind], *(_shown(cell) for cell in cells)])
+            rows.append([NAMES[kind], *(f"{cell.ratio:.2g}" if cell.num_compared else "-" for cell in cells)])
     widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
     return [
         "  " + "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
         for row in rows
     ]
-
-
-def _shown(cell: Worst) -> str:
-    return f"{cell.ratio:.2g}" if cell.num_compared else "-"
 
 
 def _count(number: int, what: str, many: str = "s") -> str:

@@ -189,11 +189,11 @@ class CompiledGraph(ABC):
         graph = self.block.moved(template, source, member, self.params)
         if graph is None:
             return None
-        if any(record.name == verify.PASS.name for record in template.records):
-            verify.verify(graph, template.plan, self.runtime.features.pipelines.parts)
+        if verify.PASS.name in template.seconds:
+            verify.verify(graph, template.plan)
         name, pieces = f"{template.name} of {member}", codegen.load(graph)
-        operations, records = template.operations, template.records
-        return Program(name, graph, template.plan, pieces, operations, records, block=member, like=template)
+        operations, seconds = template.operations, template.seconds
+        return Program(name, graph, template.plan, pieces, operations, seconds, block=member, like=template)
 
     def _copy_for(self, member: str | None) -> fx.Graph:
         """A copy of the graph whose inputs name the weights that a member reads: ``meta["weight"]`` those that are

@@ -154,14 +154,6 @@ Task = Callable[[], object]
 Named = Callable[[str, str, str, Task], Task]  # a node's name, its stream, what a trace shows of it
 
 
-class Waited(NamedTuple):
-    """A wait for another rank, in microseconds from the start of the step. ``rank``: as of `WaitForRank`."""
-
-    rank: int | None
-    start: float
-    stop: float
-
-
 class Span(NamedTuple):
     """One operation or phase, in microseconds from the start of the step. ``program``: "" for a phase of the loop.
     ``waits``: when the operation waited for other ranks, as far as the host knows."""
@@ -171,7 +163,7 @@ class Span(NamedTuple):
     stream: str
     start: float
     stop: float
-    waits: tuple[Waited, ...] = ()
+    waits: tuple[WaitForRank, ...] = ()  # in microseconds as well
 
 
 class ClockedStep(NamedTuple):
@@ -259,7 +251,7 @@ class Clock:
     def _span(
         self, since: Any, program: str, name: str, stream: str, start: Any, stop: Any, waits: list[WaitForRank]
     ) -> Span:
-        waited = tuple(Waited(rank, self._us(since, a), self._us(since, b)) for rank, a, b in waits)
+        waited = tuple(WaitForRank(rank, self._us(since, a), self._us(since, b)) for rank, a, b in waits)
         return Span(program, name, stream, self._us(since, start), self._us(since, stop), waited)
 
     def _now(self) -> Any:

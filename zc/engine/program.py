@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,7 @@ from torch.profiler import record_function
 
 from zc.engine.streams import Streams
 from zc.passes import certificate
-from zc.passes.base import Pass, PassRecord, run_passes
+from zc.passes.base import Pass, run_passes
 from zc.planning.plan import Plan
 from zc.schedule import codegen, spec
 from zc.schedule.nodes import ops as ops_in
@@ -34,7 +34,7 @@ class Program:
     plan: Plan
     pieces: Sequence[codegen.Run]
     operations: Operations
-    records: tuple[PassRecord, ...]
+    seconds: Mapping[str, float]  # that each pass took, by name
     num_runs: int = 0
     block: str | None = None  # the block that it runs for
     like: Program | None = None  # the program that it was made from, which the passes have made for another block
@@ -108,13 +108,13 @@ def build(
     """Takes ``graph`` through ``passes``, compiles its segments, and generates the Python that runs it.
     ``operations`` get the segments, and are of this program alone. ``dump_dir``: where to keep what the passes make,
     the Python, and the certificate of what was proved (`zc.passes.certificate`)."""
-    scheduled, records = run_passes(graph, plan, passes, dump_dir=dump_dir, name=name)
+    scheduled, seconds = run_passes(graph, plan, passes, dump_dir=dump_dir, name=name)
     for node, op in ops_in(scheduled):
         if isinstance(op, spec.Segment):
             assert compile_segment is not None
             operations.segments[op.key] = compile_segment(node.meta["segment"])
     if dump_dir is not None:
         (Path(dump_dir) / name / "schedule.py").write_text(codegen.generate(scheduled))
-        if any(record.name == "verify" for record in records):
+        if "verify" in seconds:
             certificate.write(Path(dump_dir) / name, scheduled, plan)
-    return Program(name, scheduled, plan, codegen.load(scheduled), operations, records)
+    return Program(name, scheduled, plan, codegen.load(scheduled), operations, seconds)

@@ -19,15 +19,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zc import torch_private
+from zc.api import close, make_call, no_sync, recompile
 from zc.api import compile as zc_compile
-from zc.api import make_call, no_sync
 from zc.checkpoint.whole_state import full_optimizer_state
-from zc.closing import close
 from zc.errors import PlanError
 from zc.guards import NotForDDP
 from zc.integrations import needed, seam
 from zc.integrations.checkpoints import load_masters, shards_weights, whole_weights
-from zc.recompile import recompile
 from zc.registry import COMPILED, sharded
 
 _Module: Any = needed("lightning", "lightning").LightningModule
@@ -116,7 +114,8 @@ class ZcStrategy(_TrainerDDP):
             seam(_Finetuning, "lightning", "2.6", {_STORE: "plans the layers that a callback has unfrozen"})
             setattr(callback, _STORE, partial(_store_groups, callback))
         if type(module).forward is _Module.forward:
-            _compile_children(module)
+            for child in _called_children(module):
+                torch_private.call_instead(child, make_call(child, sharded(module).runtime))
         if any(param.dtype != self._masters.get(name, param).dtype for name, param in module.named_parameters()):
             load_masters(module, self._masters)
         self._masters = {}
@@ -239,9 +238,3 @@ def _called_children(module: nn.Module) -> Iterator[nn.Module]:
             yield from _called_children(child)
         elif any(param.requires_grad for param in child.parameters()):
             yield child
-
-
-def _compile_children(module: nn.Module) -> None:
-    runtime = sharded(module).runtime
-    for child in _called_children(module):
-        torch_private.call_instead(child, make_call(child, runtime))

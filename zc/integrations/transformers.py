@@ -21,7 +21,7 @@ from typing import Any, cast
 
 from torch import nn
 
-from zc.closing import close
+from zc.api import close
 from zc.errors import PlanError
 from zc.integrations import needed, seam
 from zc.integrations.checkpoints import load_beside, names_in_state, save_beside, shards_weights

@@ -26,6 +26,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import itertools
 import json
 import mmap
 import os
@@ -336,7 +337,7 @@ class StateFile:
             raise PlanError(
                 f"{self.path} has {nbytes:,} bytes, and had {wanted:,} when its state was complete: {self._remedy}"
             )
-        for here, there in zip(_padded(self.lines, lines), _padded(lines, self.lines), strict=True):
+        for here, there in itertools.zip_longest(self.lines, lines, fillvalue="nothing"):
             if here != there:
                 raise PlanError(
                     f"{self.path} holds the state of another plan: it has {there}, this one {here}: {self._remedy}"
@@ -486,7 +487,3 @@ def _unlock_and_close(fd: int) -> None:
     if fcntl is not None:
         fcntl.flock(fd, fcntl.LOCK_UN)
     os.close(fd)
-
-
-def _padded(lines: Sequence[str], others: Sequence[str]) -> list[str]:
-    return [*lines, *["nothing"] * max(0, len(others) - len(lines))]

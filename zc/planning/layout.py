@@ -162,8 +162,9 @@ class FlatLayout:
 
     def of_shard(self, rank: int) -> list[tuple[int, int, int]]:
         """(owner, start, stop) of the elements of ``rank``'s shard, ascending, without padding at the end."""
-        start, stop = self.shard_range(rank)
-        return [(owner, *common) for owner, run in self.runs.items() if (common := _overlap(run, (start, stop)))]
+        low, high = self.shard_range(rank)
+        common = [(owner, max(start, low), min(stop, high)) for owner, (start, stop) in self.runs.items()]
+        return [(owner, start, stop) for owner, start, stop in common if start < stop]
 
     def of_run(self, rank: int) -> list[tuple[int, int, int]]:
         """(rank of the shard, start, stop): the ranks that reduce the gradients of this rank's run, ascending."""
@@ -195,11 +196,6 @@ def _within(slot: Slot, start: int, stop: int) -> tuple[int, int]:
 def _part(slot: Slot, common: tuple[int, int], begin: int) -> tuple[slice, slice]:
     start, stop = common
     return slice(start - begin, stop - begin), slice(start - slot.offset, stop - slot.offset)
-
-
-def _overlap(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int] | tuple[()]:
-    start, stop = max(one[0], other[0]), min(one[1], other[1])
-    return (start, stop) if start < stop else ()
 
 
 def outside(ranges: Iterable[tuple[int, int]], numel: int) -> tuple[tuple[int, int], ...]:

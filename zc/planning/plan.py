@@ -75,23 +75,18 @@ class Topology:
     """H = ``num_hosts`` hosts of L = ``ranks_per_host`` ranks each; rank r is number r % L on host r // L.
 
     ``reads_memory``: ranks of one host read each other's memory instead of sending messages. If hosts are unknown or
-    have different numbers of ranks, every rank counts as its own host. ``levels``: how several hosts of several ranks
-    exchange, in a plan (`usable`).
+    have different numbers of ranks, every rank counts as its own host. ``has_levels``: in a plan (`usable`), exchanges
+    have two levels: inside a host, and between ranks with the same number on all hosts (`zc.ranks.levels`).
     """
 
     num_hosts: int = 1
     ranks_per_host: int = 1
     reads_memory: bool = False
-    levels: Levels | None = None
+    has_levels: bool = False
 
     @cached_property
     def world_size(self) -> int:
         return self.num_hosts * self.ranks_per_host
-
-    @cached_property
-    def has_levels(self) -> bool:
-        """Whether exchanges have two levels: inside a host, and between ranks with the same number on all hosts."""
-        return self.levels is not None
 
     @cached_property
     def num_across(self) -> int:
@@ -124,16 +119,16 @@ def flat(world_size: int) -> Topology:
     return Topology(world_size, 1)
 
 
-def usable(topology: Topology, reduce: str, device_types: set[str], levels: Levels | None) -> Topology:
-    """The topology that exchanges can use: only CPUs read memory, and ``levels`` are of several ranks each and need the
-    exact reduction."""
+def usable(topology: Topology, reduce: str, device_types: set[str], *, has_levels: bool) -> Topology:
+    """The topology that exchanges can use: only CPUs read memory, and levels are of several ranks each and need the
+    exact reduction. ``has_levels``: there is what opens them."""
     if device_types != {"cpu"}:
         topology = replace(topology, reads_memory=False)
     if topology.num_hosts == 1:
         return topology
-    if levels is None or topology.ranks_per_host == 1 or reduce != "exact":
+    if not has_levels or topology.ranks_per_host == 1 or reduce != "exact":
         return flat(topology.world_size)
-    return replace(topology, levels=levels)
+    return replace(topology, has_levels=True)
 
 
 @dataclass(frozen=True)
@@ -164,7 +159,7 @@ def split_name(name: str, members: dict[str, tuple[int, int]]) -> tuple[str, str
 
 NUM_HOST_SUMS = 2  # the hop that sums inside a host writes one while the next hop sends the other
 
-FIRST_FROZEN = 100_000  # the number of the first bucket of frozen parameters (`zc.planning.frozen`)
+FIRST_FROZEN = 100_000  # the number of the first bucket of frozen parameters (`zc.planning.packing`)
 
 
 @dataclass(frozen=True)
@@ -198,6 +193,11 @@ class Bucket:
     def nbytes(self) -> int:
         """Of the whole weights, in param_dtype."""
         return self.numel * self.param_dtype.itemsize
+
+    @cached_property
+    def nbytes_gathered(self) -> int:
+        """What the whole weights take of the arena."""
+        return align_up(self.nbytes, ALIGN_NBYTES)
 
     def without(self, names: Collection[str]) -> Bucket:
         """The same after these parameters have left it. Each leaves its slot, under a name that no other slot has."""
@@ -354,12 +354,12 @@ class Plan:
         next one as large."""
         if self.weight_nbytes is not None:
             return self.weight_nbytes
-        return 2 * max((align_up(b.nbytes, ALIGN_NBYTES) for b in self.sharded), default=0)
+        return 2 * max((b.nbytes_gathered for b in self.sharded), default=0)
 
     @cached_property
     def nbytes_arena(self) -> int:
         """The most bytes that the buffer of gathered weights has: `weight_cap`, or room for all sharded buckets."""
-        return min(self.weight_cap, sum(align_up(b.nbytes, ALIGN_NBYTES) for b in self.sharded))
+        return min(self.weight_cap, sum(b.nbytes_gathered for b in self.sharded))
 
     def without(self, names: Collection[str]) -> Plan:
         """The plan after these parameters have left it, without frozen buckets that are empty then. Buckets that train
@@ -451,17 +451,6 @@ class Way(enum.Enum):
     REPLICAS = "replicas"  # messages between the ranks with one shard, whose sum all of them get
 
 
-class Levels(Protocol):
-    """Two levels of exchanges (`zc.ranks.levels`): inside a host, and between the ranks with one number on all
-    hosts."""
-
-    def to_reduce(self, topology: Topology, beyond: Way) -> list[Hop]:
-        """The hops of a reduction; those that leave a host go ``beyond`` it in this way."""
-
-    def to_gather(self, topology: Topology, beyond: Way, near: Way) -> list[Hop]:
-        """The hops of a gather; ``near``: inside a host."""
-
-
 class Into(enum.Enum):
     """Where a hop of a reduction leaves its sum."""
 
@@ -548,8 +537,10 @@ def hops_to_reduce(plan: Plan) -> tuple[Hop, ...]:
         return (Hop(Way.ALONE, Level.ALL, 1),) if plan.placement.shards_gradients else ()
     hops: list[Hop] = []
     beyond, topology = Way.MESSAGES if plan.reduce_encoding is None else Way.ENCODED, plan.topology
-    if topology.levels is not None:
-        hops = topology.levels.to_reduce(topology, beyond)
+    if topology.has_levels:
+        near = (Way.MEMORY, Into.HOST_SUM) if topology.reads_memory else (Way.MESSAGES, Into.SENT)
+        hops.append(Hop(near[0], Level.HOST, topology.ranks_per_host, into=near[1]))
+        hops.append(Hop(beyond, Level.NET, topology.num_hosts, topology.ranks_per_host, Into.HOST_SUM))
     elif plan.world_size > 1:
         reads = topology.reads_memory and plan.reduce == "exact"
         hops.append(Hop(Way.MEMORY if reads else beyond, Level.ALL, plan.world_size, into=Into.HOST_SUM))
@@ -568,14 +559,15 @@ def hops_to_gather(plan: Plan, bucket: Bucket, *, is_exact: bool = False) -> tup
     stage 3 every rank gathers in an order of its own."""
     if plan.world_size == 1:
         return (Hop(Way.ALONE, Level.ALL, 1),)
-    in_shards, reads = plan.is_sharded(bucket), plan.topology.reads_memory
+    in_shards, topology, reads = plan.is_sharded(bucket), plan.topology, plan.topology.reads_memory
     is_encoded = not is_exact and plan.gather_encoding is not None and (not in_shards or plan.encodes_weights(bucket))
     beyond = Way.ENCODED if is_encoded else Way.MESSAGES
-    if plan.topology.levels is None:
+    if not topology.has_levels:
         by_memory = Way.SHARDS if in_shards else Way.MEMORY
         return (Hop(by_memory if reads and not is_encoded else beyond, Level.ALL, plan.world_size),)
     near = Way.MEMORY if reads and not in_shards else Way.MESSAGES
-    return tuple(plan.topology.levels.to_gather(plan.topology, beyond, near))
+    net, host = (Level.NET, topology.num_hosts), (Level.HOST, topology.ranks_per_host)
+    return Hop(beyond, *net), Hop(near, *host)
 
 
 def reads_shards(plan: Plan) -> bool:

@@ -22,7 +22,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -60,22 +60,12 @@ def wire_of(dtype: object) -> Wire | None:
     return None if bits is None else Wire(bits)
 
 
-class Run(NamedTuple):
-    """Blocks [first, first + num) of one kind. Their bytes begin at ``at``, their scales at fp32 word ``scales``, which
-    is -1 for exact blocks."""
-
-    first: int
-    num: int
-    at: int
-    scales: int
-
-
 @dataclass(frozen=True)
 class Rows:
     """The rows of some shards that follow each other in a bucket. ``offsets``: bytes where each row begins, and where
-    the last one ends; ``runs`` cover the blocks of all of them."""
+    the last one ends; ``runs`` cover the blocks of all of them, as `zc.kernels.blocks.Run` describes each."""
 
-    runs: tuple[Run, ...]
+    runs: tuple[tuple[int, int, int, int], ...]
     offsets: tuple[int, ...]
 
     @property
@@ -92,16 +82,16 @@ def is_exact(slot: Slot) -> bool:
 def rows_of(layout: FlatLayout, bits: int, first: int, count: int) -> Rows:
     """The rows of ``count`` shards, from shard ``first`` on."""
     per_shard, payload = layout.numel_shard // BLOCK, BLOCK * bits // 8
-    runs, offsets = list[Run](), [0]
+    runs, offsets = list[tuple[int, int, int, int]](), [0]
     for shard in range(first, first + count):
         spans = list(_spans(layout, shard * per_shard, (shard + 1) * per_shard))
-        at, shard_runs = offsets[-1], list[Run]()
+        at, starts = offsets[-1], list[int]()
         for start, stop, exact in spans:
-            shard_runs.append(Run(start - first * per_shard, stop - start, at, -1))
+            starts.append(at)
             at += (stop - start) * (EXACT_NBYTES if exact else payload)
-        for run, (_, _, exact) in zip(shard_runs, spans, strict=True):
-            runs.append(run if exact else run._replace(scales=at // SCALE_NBYTES))
-            at += 0 if exact else run.num * SCALE_NBYTES
+        for begin, (start, stop, exact) in zip(starts, spans, strict=True):
+            runs.append((start - first * per_shard, stop - start, begin, -1 if exact else at // SCALE_NBYTES))
+            at += 0 if exact else (stop - start) * SCALE_NBYTES
         offsets.append(-(-at // UNIT) * UNIT)
     return Rows(tuple(runs), tuple(offsets))
 

@@ -27,9 +27,9 @@ from torch import Tensor
 from zc import torch_private
 from zc.errors import PlanError, RankMismatchError, ZcError
 from zc.machine import accelerator_type
-from zc.planning.plan import Levels, Plan, Topology, flat
+from zc.planning.plan import Plan, Topology, flat
 from zc.ranks import process
-from zc.ranks.exchanges import Call, Exchanges, Step, Work, collective, messages
+from zc.ranks.exchanges import Call, Exchanges, Levels, Step, Work, collective, messages
 from zc.ranks.journal import Journal, Watcher
 
 if TYPE_CHECKING:
@@ -87,35 +87,15 @@ Gather = Callable[[Any], Sequence[Any]]  # every rank's object, by rank; all ran
 FindHosts = Callable[[int, int, Gather, bool], tuple[Topology, Neighbours | None, str | None]]
 
 
-class OpenLevels(Protocol):
-    """A rank's exchanges in two levels (`zc.ranks.levels`): ``host`` with the ranks of its host, ``net``
-    with those that have its number on all hosts."""
-
-    @property
-    def host(self) -> Exchanges: ...
-
-    @property
-    def net(self) -> Exchanges: ...
-
-    def all_gather(self, out: Tensor, shard: Tensor, kind: str, bucket: int) -> Work:
-        """As `Exchanges.all_gather`, over both levels."""
-
-
-class LevelsToOpen(Levels, Protocol):
-    """How several hosts of several ranks exchange."""
-
-    def open(self, ranks: Group) -> OpenLevels:
-        """Makes the groups that carry gradients and weights. All ranks call it."""
-
-
 class Parts(NamedTuple):
     """What `zc.compile` hands over to the ranks of a model. ``find_hosts``: None: every rank counts as its own host,
-    and all send messages. ``levels``: None: it does so where there are several hosts. ``split``: this rank's
+    and all send messages. ``open_levels``: makes the groups that carry gradients and weights where several hosts have
+    several ranks; None: every rank counts as its own host there. ``split``: this rank's
     row and column of a mesh of two dimensions; None: such a mesh is refused. ``watch_of``: the watch of this process;
     None: nobody looks for ranks that are out of step."""
 
     find_hosts: FindHosts | None = None
-    levels: LevelsToOpen | None = None
+    open_levels: Callable[[Group], Levels] | None = None
     split: Callable[[Group, DeviceMesh], tuple[Group, Group]] | None = None
     watch_of: Callable[[], Watcher] | None = None
 

@@ -36,11 +36,6 @@ class Sum(NamedTuple):
     add: bool = False
 
 
-def _all_gather() -> Any:
-    # torch 2.13 renames the collective and warns on the old name; 2.11 has only the old one
-    return getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-
 class Exchanges:
     """The exchanges of rank number ``rank`` of ``world_size``. ``between`` names these ranks in counts of bytes."""
 
@@ -112,7 +107,9 @@ class Exchanges:
         Asynchronous."""
         entry = self.begin(kind, bucket, self._others(out.nbytes))
         if not self._by_pairs:
-            return self._data_work(self._post(_all_gather(), out, shard, group=self.data, async_op=True), entry)
+            # torch 2.13 renames the collective and warns on the old name; 2.11 has only the old one
+            call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+            return self._data_work(self._post(call, out, shard, group=self.data, async_op=True), entry)
         theirs = out.view(self.world_size, -1)
         work = self._between_pairs(list(theirs), [shard] * self.world_size, entry)
         if theirs[self.rank].data_ptr() != shard.data_ptr():
@@ -197,6 +194,21 @@ def copy_own_piece(received: Pieces, sent: Pieces, rank: int) -> None:
     for source, piece in received:
         if source == rank and piece.data_ptr() != piece_for[rank].data_ptr():
             piece.copy_(piece_for[rank])
+
+
+class Levels(NamedTuple):
+    """A rank's exchanges in two levels (`zc.ranks.levels`): with the ranks of its host, and with those that have its
+    number on all hosts."""
+
+    host: Exchanges
+    net: Exchanges
+
+    def all_gather(self, out: Tensor, shard: Tensor, kind: str, bucket: int) -> Work:
+        """As `Exchanges.all_gather`. Shards are in the order of a layout with as many hosts, and the host waits for the
+        first level."""
+        part = out.view(self.host.world_size, -1)[self.host.rank]
+        self.net.all_gather(part, shard, kind, bucket).wait()
+        return self.host.all_gather(out, part, kind, bucket)
 
 
 # Waits for at most so many seconds (None: without end). Returns whether it is done, and raises only its own errors: a
@@ -346,11 +358,11 @@ _OF_THREAD = threading.local()
 
 class WaitForRank(NamedTuple):
     """``rank``: its number in the default group; None: a collective, which does not tell whose part came last, or what
-    another thread waits for. The times are of time.perf_counter_ns()."""
+    another thread waits for. The times are of time.perf_counter_ns(), in a clocked step microseconds."""
 
     rank: int | None
-    start: int
-    stop: int
+    start: float
+    stop: float
 
 
 @contextlib.contextmanager

@@ -25,8 +25,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from zc import torch_private
 from zc.errors import PlanError
 from zc.planning.plan import Level, Topology
-from zc.ranks.control import NO_PARTS, Control, Neighbours, OpenLevels, Parts, backend_of, host_backend
-from zc.ranks.exchanges import Exchanges, Pieces, Work, collective, copy_own_piece
+from zc.ranks.control import NO_PARTS, Control, Neighbours, Parts, backend_of, host_backend
+from zc.ranks.exchanges import Exchanges, Levels, Pieces, Work, collective, copy_own_piece
 from zc.ranks.journal import EXCHANGES, LARGEST, SUM
 
 
@@ -36,7 +36,7 @@ class Group(Control):
 
     _shard: Group | None = None
     replicas: Group | None = None  # the ranks with the same shard as this one, or None without replicas
-    levels: OpenLevels | None = None  # with two levels
+    levels: Levels | None = None  # with two levels
     _new_data: Callable[..., dist.ProcessGroup] | None = None  # makes one more group like `data`
     _by_memory = False  # ranks read each other's gradients and weights in place
 
@@ -72,7 +72,7 @@ class Group(Control):
 
     def take_nbytes_sent(self) -> Counter[str]:
         parts: list[Exchanges] = [*self._rows_and_columns]
-        parts += [self.levels.host, self.levels.net] if self.levels is not None else []
+        parts += self.levels or []
         return sum((part.take_nbytes_sent() for part in parts), super().take_nbytes_sent())
 
     def close(self) -> None:
@@ -111,8 +111,8 @@ class Group(Control):
     def open_levels(self) -> None:
         """Makes the groups that carry gradients and weights inside a host and between hosts, after `open_data`. All
         ranks call it."""
-        assert self.parts.levels is not None, "the plan has two levels"
-        self.levels = self.parts.levels.open(self)
+        assert self.parts.open_levels is not None, "the plan has two levels"
+        self.levels = self.parts.open_levels(self)
 
     @property
     def neighbours(self) -> Neighbours:

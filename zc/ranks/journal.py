@@ -3,7 +3,7 @@ and the trail of its program.
 
 The trail has the last calls that the program has made into zc, each with the line of the program that made it.
 Exchanges run on other threads, in an order that ranks may choose. The trail has what the calling thread did: one entry
-for an announcement, a norm, a question to other ranks, an update. `zc.diverged` writes it when ranks differ.
+for an announcement, a norm, a question to other ranks, an update. `zc.report.diverged` writes it when ranks differ.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class Journal:
         self.long_wait: Wait | None = None  # the last one that the watch has put into the log
         # whether a backward has raised, and the program has called nothing of zc since; the watch calls it
         self.has_raised: Callable[[], bool] = bool
-        # writes this rank's file when ranks differ (zc.diverged, which `zc.compile` hands over), and says where it is
+        # writes this rank's file when ranks differ (zc.report.diverged), and says where it is
         self.report: Callable[[BaseException], str | None] = lambda _: None
         self._place: str | None = None  # what `report` has said of the verdict; set before the event
         self.exposed_s = 0.0  # the calling thread's: how long it has waited for exchanges since the last update

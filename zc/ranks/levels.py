@@ -14,61 +14,31 @@ With replicas the sum between hosts comes into a host_sum, and one more hop foll
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-from torch import Tensor
-
-from zc.planning.plan import Hop, Into, Level, Topology, Way
-from zc.ranks.exchanges import Exchanges, Work
+from zc.planning.plan import Topology
+from zc.ranks.exchanges import Exchanges, Levels
 
 if TYPE_CHECKING:
     from zc.ranks.group import Group
 
 
-class OfRank(NamedTuple):
-    """The ranks of this one's host, and the ranks with its number on all hosts."""
-
-    host: Exchanges
-    net: Exchanges
-
-    def all_gather(self, out: Tensor, shard: Tensor, kind: str, bucket: int) -> Work:
-        """As `Exchanges.all_gather`. Shards are in the order of a layout with as many hosts, and the host waits for the
-        first level."""
-        part = out.view(self.host.world_size, -1)[self.host.rank]
-        self.net.all_gather(part, shard, kind, bucket).wait()
-        return self.host.all_gather(out, part, kind, bucket)
-
-
-@dataclass(frozen=True)
-class TwoLevels:
-    """A `zc.ranks.control.LevelsToOpen`."""
-
-    def to_reduce(self, topology: Topology, beyond: Way) -> list[Hop]:
-        near = (Way.MEMORY, Into.HOST_SUM) if topology.reads_memory else (Way.MESSAGES, Into.SENT)
-        return [
-            Hop(near[0], Level.HOST, topology.ranks_per_host, into=near[1]),
-            Hop(beyond, Level.NET, topology.num_hosts, topology.ranks_per_host, Into.HOST_SUM),
-        ]
-
-    def to_gather(self, topology: Topology, beyond: Way, near: Way) -> list[Hop]:
-        return [Hop(beyond, Level.NET, topology.num_hosts), Hop(near, Level.HOST, topology.ranks_per_host)]
-
-    def open(self, ranks: Group) -> OfRank:
-        """gloo's messages name their receiver, so there one process group is enough."""
-        topology = ranks.topology
-        host = _part(ranks, topology.of_host(ranks.rank))
-        net = _part(ranks, across(topology, ranks.rank), ", between hosts")
-        net._keeps_journal = False  # each of its exchanges belongs to one inside the host
-        # where reductions read memory, these are gathers of stage 3, which run on another stream than reductions, and
-        # one journal has no order of the two
-        host._keeps_journal = not topology.reads_memory
-        return OfRank(host, net)
-
-
 def across(topology: Topology, rank: int) -> tuple[int, ...]:
     """The ranks with the same number on each host, this one included, in the order of hosts."""
     return tuple(range(rank % topology.ranks_per_host, topology.world_size, topology.ranks_per_host))
+
+
+def open_levels(ranks: Group) -> Levels:
+    """Makes the groups that carry gradients and weights. All ranks call it. gloo's messages name their receiver, so
+    there one process group is enough."""
+    topology = ranks.topology
+    host = _part(ranks, topology.of_host(ranks.rank))
+    net = _part(ranks, across(topology, ranks.rank), ", between hosts")
+    net._keeps_journal = False  # each of its exchanges belongs to one inside the host
+    # where reductions read memory, these are gathers of stage 3, which run on another stream than reductions, and one
+    # journal has no order of the two
+    host._keeps_journal = not topology.reads_memory
+    return Levels(host, net)
 
 
 def _part(ranks: Group, members: Sequence[int], between: str = "") -> Exchanges:

@@ -76,7 +76,8 @@ class Alone(Route):
         add_rows(total, sent.view(1, -1), bucket)
 
     def gather(self, bucket: Bucket, whole: Tensor, shard: Tensor, scratch: Tensor | None, base: Tensor | None) -> None:
-        _copy(whole, shard)
+        if whole.data_ptr() != shard.data_ptr():
+            whole.copy_(shard)
 
 
 @dataclass(frozen=True)
@@ -168,11 +169,6 @@ def add_rows(total: Sum, rows: Tensor, bucket: Bucket, *, keeps_rows: bool = Tru
     reduce_rows(rows, out, scale=total.scale, add=total.add, keeps_rows=keeps_rows)
     if out is not total.out:
         total.out.copy_(out)
-
-
-def _copy(out: Tensor, tensor: Tensor) -> None:
-    if out.data_ptr() != tensor.data_ptr():
-        out.copy_(tensor)
 
 
 def part_of(raw: Tensor, numel: int, dtype: torch.dtype) -> Tensor:

@@ -1,6 +1,6 @@
 """`zc.explain` reports on a compiled model: its buckets and how they are filled and reduced, what was compiled, each
 fallback with its reason, and each schedule with its proof and costs. It also tells what the last step did: what filled
-each bucket, what was sent, how long it waited.
+each bucket, what was sent, how long it waited. `Summary` has what matters of that, in figures and in one sentence.
 """
 
 from __future__ import annotations
@@ -8,25 +8,126 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torch import nn
+from torch import fx, nn
 
+from zc import torch_private
 from zc.engine.buffers import Acc
 from zc.engine.program import Program
-from zc.errors import PlanError
+from zc.errors import PlanError, megabytes
 from zc.offload.host_step import HostStep
+from zc.optim.trials import num_kept
+from zc.planning.allocations import of_ddp
 from zc.planning.plan import Bucket, Plan, Way, hops_to_gather
 from zc.registry import persistent_nbytes, sharded
-from zc.report import summary
 from zc.report.html import BucketBar, page
 from zc.report.timeline import measured, simulate
+from zc.schedule.nodes import ops, text
 from zc.schedule.nodes import summary as counts_of
-from zc.schedule.nodes import text
+from zc.schedule.spec import Deposit, WgradInto, Write
 
 if TYPE_CHECKING:
     from zc.engine.runtime import Runtime
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The figures of one rank. ``fallbacks``: what did not go as requested, a few words each. ``num_unproved``: the
+    schedules that run without their proof."""
+
+    nbytes: int
+    ddp_nbytes: int
+    nbytes_sent: int
+    exposed_s: float | None
+    num_recompiles: int
+    fallbacks: tuple[str, ...]
+    num_schedules: int
+    num_unproved: int
+    num_steps: int
+
+    def __str__(self) -> str:
+        """One sentence: whether something fell back, and the figures of the last step."""
+        fell = f"Look at {', '.join(self.fallbacks)}." if self.fallbacks else "Nothing fell back."
+        figures = [f"{megabytes(self.nbytes)} per rank (DDP in fp32: {megabytes(self.ddp_nbytes)})"]
+        figures.append(f"{self.num_recompiles} recompile{'s' * (self.num_recompiles != 1)}")
+        if self.num_steps:
+            figures.append(f"{megabytes(self.nbytes_sent)} sent in the last step")
+        if self.exposed_s is not None:
+            figures.append(f"which waited {self.exposed_s * 1e3:,.1f} ms for communication")
+        return f"{fell} {', '.join(figures)}."
+
+
+def nbytes_in_place(graph: fx.Graph, plan: Plan) -> tuple[int, int]:
+    """Bytes, in the dtype of the buffer they go to, of the gradients that a schedule makes in place, and of all that it
+    writes or deposits. Each byte made in place saves reading it once and writing it once more."""
+    in_place = total = 0
+    for _, op in ops(graph):
+        if not isinstance(op, Write | Deposit):
+            continue
+        bucket = plan.buckets[op.bucket]
+        dtype = bucket.reduce_dtype if plan.placement.shards_gradients else bucket.acc_dtype
+        nbytes = sum(bucket.slots[k].numel for k in op.slots) * dtype.itemsize
+        total += nbytes
+        in_place += nbytes if isinstance(op, WgradInto) else 0
+    return in_place, total
+
+
+def all_schedules(runtime: Runtime) -> list[Program]:
+    """Those of forwards, of backwards and of gathers of weights."""
+    return [*runtime.forwards, *runtime.programs, *runtime.weights.programs]
+
+
+def is_proved(program: Program) -> bool:
+    return "verify" in program.seconds
+
+
+def summarize(model: nn.Module) -> Summary:
+    runtime, optimizers = sharded(model).runtime, sharded(model).optimizers
+    states = [num_kept(each.local) for each in optimizers]
+    programs = all_schedules(runtime)
+    unproved = sum(not is_proved(program) for program in programs)
+    expected = {torch_private.SKIPPED} if runtime.plan.kinds else set()
+    breaks = sum(n for reason, n in graph_breaks(runtime).items() if reason not in expected)
+    by_hooks = len(uncovered(runtime)) if runtime.config.backend != "eager" and runtime.ledger.num_steps else 0
+    counts = [
+        (breaks, "graph break", "graph breaks"),
+        (by_hooks, "gradient through its hook", "gradients through their hooks"),
+        (unproved, "schedule without its proof", "schedules without their proof"),
+        (len(runtime.notes), "note", "notes"),
+    ]
+    last = runtime.ledger.last
+    return Summary(
+        nbytes=sum(persistent_nbytes(model).values()),
+        ddp_nbytes=of_ddp(runtime.plan, states) + sum(param.nbytes for param in runtime.frozen.values()),
+        nbytes_sent=sum(last.nbytes_sent.values()),
+        exposed_s=last.exposed_s,
+        num_recompiles=sum(not graph.endswith("/0") for graph in runtime.ledger.graphs),
+        fallbacks=tuple(f"{n} {one if n == 1 else many}" for n, one, many in counts if n),
+        num_schedules=len(programs),
+        num_unproved=unproved,
+        num_steps=runtime.ledger.num_steps,
+    )
+
+
+def graph_breaks(runtime: Runtime) -> dict[str, int]:
+    """Why Dynamo broke graphs in this process since `zc.compile`, and how often.
+
+    It always skips the function that has a loop over blocks. Gradients through hooks and a note say what that leaves
+    uncompiled.
+    """
+    before = runtime.ledger.breaks_before
+    times = {reason: n - before.get(reason, 0) for reason, n in torch_private.graph_breaks().items()}
+    return {reason: n for reason, n in times.items() if n > 0}
+
+
+def uncovered(runtime: Runtime) -> list[str]:
+    """The parameters whose gradients no compiled backward writes."""
+    written = set().union(*(program.gradients for program in runtime.programs))
+    slots = [((b.index, k), slot) for b in runtime.plan.buckets for k, slot in enumerate(b.slots) if not slot.is_left]
+    return [slot.name for where, slot in slots if where not in written]
 
 
 LONGEST_LIST = 30  # lines of a section that `str` shows
@@ -36,7 +137,7 @@ class Explanation:
     """What `explain` returns. ``str()`` gives the report: first one sentence, ``summary``, then sections with long
     lists cut short. ``sections`` has them whole, by name. ``path`` is the page that was written, if any."""
 
-    def __init__(self, first: summary.Summary, sections: dict[str, str], path: Path | None = None) -> None:
+    def __init__(self, first: Summary, sections: dict[str, str], path: Path | None = None) -> None:
         self.summary, self.sections, self.path = first, sections, path
 
     def __str__(self) -> str:
@@ -60,7 +161,7 @@ def explain(model: nn.Module, *, format: str = "text", path: str | Path | None =
         raise PlanError(f"format must be 'text' or 'html', got {format!r}")
     sharded(model).grad_shards.say_skipped()
     sections = _sections(model)
-    first = summary.summarize(model)
+    first = summarize(model)
     if format == "text":
         return Explanation(first, sections)
     rank = sharded(model).runtime.group.rank
@@ -98,12 +199,12 @@ def _sections(model: nn.Module) -> dict[str, str]:
             f"{p.name}: {_verdict(p)}" for p in by_bucket
         )
     for program in _printed(model):
-        blocks = [f"{p.block}: run {p.num_runs} times" for p in summary.schedules(runtime) if p.like is program]
+        blocks = [f"{p.block}: run {p.num_runs} times" for p in all_schedules(runtime) if p.like is program]
         sections[f"schedule {program.name}"] = "\n".join([_verdict(program), *blocks, text(program.graph)])
     return sections
 
 
-def _page(model: nn.Module, first: summary.Summary, sections: Mapping[str, str]) -> str:
+def _page(model: nn.Module, first: Summary, sections: Mapping[str, str]) -> str:
     runtime = sharded(model).runtime
     drawn = [*_printed(model), *_schedules_of_buckets(runtime)]
     step = runtime.streams.clock.step()
@@ -113,7 +214,7 @@ def _page(model: nn.Module, first: summary.Summary, sections: Mapping[str, str])
         title=f"zc: {type(model).__name__}, {_stage(runtime.plan)}, rank {runtime.group.rank} of "
         f"{runtime.group.world_size}",
         summary=first,
-        step=measured(step, [*drawn, *summary.schedules(runtime), *passes]) if step is not None else None,
+        step=measured(step, [*drawn, *all_schedules(runtime), *passes]) if step is not None else None,
         buckets=_bars(runtime),
         notes=runtime.notes,
         sections=sections,
@@ -123,7 +224,7 @@ def _page(model: nn.Module, first: summary.Summary, sections: Mapping[str, str])
 
 def _printed(model: nn.Module) -> list[Program]:
     """The schedules that have a section: those of equal blocks once, and the updates in host memory."""
-    schedules = summary.schedules(sharded(model).runtime)
+    schedules = all_schedules(sharded(model).runtime)
     updates = [program for each in sharded(model).optimizers for program in each.updater.programs]
     return [*(p for p in schedules if p.like is None), *updates]
 
@@ -260,7 +361,7 @@ def _uncovered(runtime: Runtime) -> str:
     if not runtime.programs:
         return "no backward has been compiled yet"
     why = "no compiled backward writes its gradient (it would come in through its hook)"
-    return "\n".join(f"{name}: {why}" for name in summary.uncovered(runtime)) or "nothing"
+    return "\n".join(f"{name}: {why}" for name in uncovered(runtime)) or "nothing"
 
 
 def _compilation(runtime: Runtime) -> str:
@@ -272,7 +373,7 @@ def _compilation(runtime: Runtime) -> str:
     causes = "an evaluation under no_grad, other shapes, another module of the same class, other guards"
     rows.append(f"recompiles ({causes}): {len(again)}")
     rows.append("graph breaks and skipped frames in this process since zc.compile:")
-    breaks = summary.graph_breaks(runtime)
+    breaks = graph_breaks(runtime)
     rows += [f"    {n} x {' '.join(reason.split())[:300]}" for reason, n in breaks.items()] or ["    none"]
     if runtime.plan.kinds:
         rows.append("    (Dynamo skips the function that has the loop over blocks: each block is compiled on its own)")
@@ -281,11 +382,11 @@ def _compilation(runtime: Runtime) -> str:
 
 def _verdict(program: Program) -> str:
     counts = ", ".join(f"{name} {n}" for name, n in counts_of(program.graph).items())
-    verdict = "races 0, redundant 0" if summary.is_proved(program) else "NOT VERIFIED"
-    seconds = sum(r.seconds for r in program.records)
-    in_place, total = summary.nbytes_in_place(program.graph, program.plan)
+    verdict = "races 0, redundant 0" if is_proved(program) else "NOT VERIFIED"
+    in_place, total = nbytes_in_place(program.graph, program.plan)
     share = f"gradients made in place: {in_place:,} of {total:,} bytes"
-    return f"run {program.num_runs} times; {counts}; {verdict}; passes took {seconds * 1e3:.1f} ms; {share}"
+    took = f"passes took {sum(program.seconds.values()) * 1e3:.1f} ms"
+    return f"run {program.num_runs} times; {counts}; {verdict}; {took}; {share}"
 
 
 MANY_PAGE_FAULTS = 4096  # per step; each takes 2 to 3 us

@@ -16,11 +16,14 @@ import html
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from zc.engine.ledger import Waited
 from zc.errors import megabytes
-from zc.report.summary import Summary
+from zc.ranks.exchanges import WaitForRank
 from zc.report.timeline import Arrow, Box, Timeline, color_class, lanes
+
+if TYPE_CHECKING:
+    from zc.report.explain import Summary
 
 WIDTH, LANE, BOX, LEFT, MEMORY, BAND = 1160, 34, 22, 90, 70, 48  # pixels
 
@@ -125,7 +128,7 @@ def _waits(box: Box, y: float, scale: float) -> str:
     )
 
 
-def text_of_waits(waits: Iterable[Waited]) -> str:
+def text_of_waits(waits: Iterable[WaitForRank]) -> str:
     """``2.1 ms for other ranks, 1.9 ms of them for rank 3``, the one that was waited for longest; "" for none."""
     by_rank = defaultdict[int | None, float](float)
     for wait in waits:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zc.checks import check_plan, check_replicas, check_scripts, shardable, trainable
-from zc.config import Config, check_count
+from zc.config import OPTIONS, Config, check_count
 from zc.errors import PlanError, megabytes
 from zc.features import RANKS
 from zc.optim.trials import num_kept
@@ -96,17 +96,14 @@ def plan(
         PlanError (a ValueError): an option, a bandwidth or the world size is out of range, or `zc.compile` refuses the
             plan. TypeError: ``model`` is no module, ``optimizer`` neither a name nor a dict.
     """
+    options = {name: value for name, value in locals().items() if name in OPTIONS and value is not None}
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     compiled = COMPILED.get(model)
     base = Config() if compiled is None else compiled.runtime.config
-    options = {
-        "stage": stage, "param_dtype": param_dtype, "reduce_dtype": reduce_dtype, "gather_dtype": gather_dtype,
-        "reduce": reduce, "bucket_nbytes": bucket_nbytes, "num_buffers": num_buffers, "offload": offload,
-        "weight_nbytes": weight_nbytes, "shard_frozen": shard_frozen, "offload_accumulate": offload_accumulate,
-        "offload_dir": "." if offload == "disk" else None,
-    }  # fmt: skip
-    config = replace(base, **{name: value for name, value in options.items() if value is not None})  # type: ignore[arg-type]
+    if offload == "disk":
+        options["offload_dir"] = "."
+    config = replace(base, **options)
     if world_size is None:
         world_size = _world_size(compiled)
     check_count("world_size", world_size, MAX_WORLD_SIZE)
@@ -137,7 +134,8 @@ def plan(
     rules = [each.rule for each in counted]
     hosts = flat(world_size) if ranks_per_host is None else Topology(world_size // ranks_per_host, ranks_per_host)
     topology = _topology_of_replica(hosts, num_replicas, ranks_per_host)
-    topology = usable(topology, config.reduce, {s.device.type for s in specs}, RANKS.levels)
+    types = {spec.device.type for spec in specs}
+    topology = usable(topology, config.reduce, types, has_levels=RANKS.open_levels is not None)
 
     frozen = sum(param.nbytes for param in model.parameters() if not param.requires_grad)
     with compiled.runtime.weights.named_plainly() if compiled is not None else nullcontext():

@@ -25,9 +25,10 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
-from zc.engine.ledger import ClockedStep, Span, Waited
+from zc.engine.ledger import ClockedStep, Span
 from zc.errors import some
 from zc.planning.plan import Bucket, Hop, Plan, Way
+from zc.ranks.exchanges import WaitForRank
 from zc.schedule.buffer import COMM, COMPUTE, MAIN
 from zc.schedule.nodes import kind_of, op_of, ops, results, stream_of
 from zc.schedule.spec import (
@@ -64,7 +65,7 @@ class Box:
     stop: float
     label: str = ""
     detail: str = ""
-    waits: tuple[Waited, ...] = ()
+    waits: tuple[WaitForRank, ...] = ()
 
     @property
     def op(self) -> Op | None:
@@ -101,7 +102,7 @@ class Timeline:
         return max((box.stop for box in self.boxes), default=0.0)
 
     @property
-    def waits(self) -> list[Waited]:
+    def waits(self) -> list[WaitForRank]:
         return [wait for box in self.boxes for wait in box.waits]
 
     def exposed(self) -> float:
@@ -231,14 +232,11 @@ def simulate(graph: fx.Graph, plan: Plan, costs: Mapping[str, float] | None = No
     return Timeline(tuple(boxes), tuple(arrows))
 
 
-_SAME_COLOR = {Role.DEPOSIT: Role.WRITE}
-
-
 def color_class(box: Box) -> str:
     """The CSS class of a box: the role of its operation."""
     if box.op is None:
         return "loop"
-    return _SAME_COLOR.get(box.op.role, box.op.role).value
+    return str((Role.WRITE if box.op.role is Role.DEPOSIT else box.op.role).value)
 
 
 def lanes(timeline: Timeline) -> list[str]:
@@ -397,7 +395,7 @@ def _roofline(work: float, values: list[Any], c: Ceilings) -> float:
 def _nbytes(val: Any) -> float:
     if isinstance(val, (tuple, list)):
         return sum(_nbytes(v) for v in val)
-    return _numel(val.shape) * val.element_size() if isinstance(val, torch.Tensor) else 0.0
+    return float(prod(map(_int, val.shape))) * val.element_size() if isinstance(val, torch.Tensor) else 0.0
 
 
 def _sized(val: Any) -> Any:
@@ -407,10 +405,6 @@ def _sized(val: Any) -> Any:
     if isinstance(val, torch.Tensor):
         return torch.empty([_int(size) for size in val.shape], device="meta")
     return _int(val) if isinstance(val, torch.SymInt) else val
-
-
-def _numel(shape: Any) -> float:
-    return float(prod(_int(size) for size in shape))
 
 
 def _int(size: Any) -> int:

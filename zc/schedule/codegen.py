@@ -36,16 +36,20 @@ RunNamed = Callable[[dict[str, Any], Any, Any, Named], None]  # of ``named``, to
 LastUses = dict[fx.Node, fx.Node | None]  # where each value leaves ``v``; None: it stays
 
 
-def generate(graph: fx.Graph, plan: Plan | None = None) -> str:
-    """The schedule's source; with ``plan`` the one whose statements have names."""
-    return _function(list(ops(graph)), _last_uses(graph), plan)
+def generate(graph: fx.Graph) -> str:
+    """The schedule's source."""
+    return _function(list(ops(graph)), _last_uses(graph))
 
 
 def load(graph: fx.Graph, plan: Plan | None = None) -> list[Any]:
     """A function for each of the `pieces`, a `Run` or with ``plan`` a `RunNamed`: called in order, they are the
     schedule."""
-    last = _last_uses(graph)
-    return [_load(_function(piece, last, plan)) for piece in pieces(graph)]
+    last, functions = _last_uses(graph), []
+    for piece in pieces(graph):
+        namespace: dict[str, Any] = {"put": _put}
+        exec(compile(_function(piece, last, plan), "<zc schedule>", "exec"), namespace)
+        functions.append(namespace["schedule"])
+    return functions
 
 
 def _function(nodes: Sequence[tuple[fx.Node, Op]], last: LastUses, plan: Plan | None = None) -> str:
@@ -78,12 +82,6 @@ def pieces(graph: fx.Graph) -> list[list[tuple[fx.Node, Op]]]:
         if isinstance(op, ReadWeights):
             parts.append([])
     return parts
-
-
-def _load(source: str) -> Any:
-    namespace: dict[str, Any] = {"put": _put}
-    exec(compile(source, "<zc schedule>", "exec"), namespace)
-    return namespace["schedule"]
 
 
 def _trace_name(node: fx.Node, op: Op, plan: Plan) -> str:
@@ -120,8 +118,8 @@ def _call(node: fx.Node, op: Op, last: LastUses) -> str:
 
 def _show(arg: Any, node: fx.Node, last: LastUses) -> str:
     if isinstance(arg, fx.Node):
-        once = node.all_input_nodes.count(arg) == 1 and _times(node.args, arg) == 1
-        return f"v.pop({arg.name!r})" if once and last.get(arg) is node else f"v[{arg.name!r}]"
+        is_taken = last.get(arg) is node and _times(node.args, arg) == 1
+        return f"v.pop({arg.name!r})" if is_taken else f"v[{arg.name!r}]"
     if isinstance(arg, (list, tuple)):
         inner = ", ".join(_show(item, node, last) for item in arg)
         return f"[{inner}]" if isinstance(arg, list) else f"({inner}{',' if len(arg) == 1 else ''})"

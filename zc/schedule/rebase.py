@@ -84,7 +84,7 @@ def rebased(graph: fx.Graph, plan: Plan, names: Mapping[str, str], moves: Mappin
 
     def moved(op: spec.Op) -> spec.Op:
         changes: dict[str, Any] = {name: buffer(b) for name, b in op.buffers.items()}
-        if isinstance(op, spec.Event) and (carried := carried_by(op.event)) is not None:
+        if isinstance(op, spec.Sync) and (carried := carried_by(op.event)) is not None:
             changes["event"] = carried_event(buffer(carried))
         if isinstance(op, spec.TakeWeights):
             changes["places"] = tuple(targets[place] for place in op.places)

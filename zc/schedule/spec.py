@@ -68,7 +68,7 @@ class Role(enum.Enum):
 class Op:
     """The record of one node. These are true of all nodes of a kind:
 
-    ``stream``: where they run under a plan with overlap (`zc.passes.place_on_streams`, which has one exception).
+    ``stream``: where they run under a plan with overlap (`zc.passes.scheduling`, which has one exception).
     ``reads``, ``writes``: the fields whose buffers they access; every node also reads its inputs and writes its results
     (`zc.schedule.nodes.accesses`).
     ``returns_items``: whether they return a list, whose items operator.getitem takes; others return nothing.
@@ -408,22 +408,18 @@ class FreeWeights(BucketOp, role=Role.WEIGHTS, reads=("buffer",)):
 # --- order ---
 
 
-class Sync(Op, role=Role.SYNC):
-    """Orders the node's stream."""
-
-
 @dataclass(frozen=True)
-class Event(Sync):
-    """An event of the node's stream."""
+class Sync(Op, role=Role.SYNC):
+    """Orders the node's stream, by an event."""
 
     event: EventName
 
 
-class RecordEvent(Event):
+class RecordEvent(Sync):
     """As torch.Stream.record_event."""
 
 
-class WaitEvent(Event):
+class WaitEvent(Sync):
     """As torch.Stream.wait_event: for the latest record issued before."""
 
 
