@@ -32,6 +32,7 @@ from torch import fx
 from zc.errors import PassError, ZcError
 
 if TYPE_CHECKING:
+    from zc.passes.verify import Part
     from zc.planning.plan import Plan
 
 
@@ -47,11 +48,13 @@ class Pass(NamedTuple):
 
 class Pipelines(NamedTuple):
     """The passes that make a schedule of a backward graph, and of a forward graph whose weights come while it reads
-    them. ``landing`` makes the graph that copies one bucket's reduced gradient to host memory, with offload."""
+    them. ``landing`` makes the graph that copies one bucket's reduced gradient to host memory, with offload.
+    ``parts``: of the proof, that features bring."""
 
     backward: tuple[Pass, ...]
     forward: tuple[Pass, ...]
     landing: Callable[[Plan, int], fx.Graph] | None = None
+    parts: tuple[Part, ...] = ()
 
 
 def copy_node(node: fx.Node, graph: fx.Graph, where: dict[fx.Node, fx.Node]) -> fx.Node:

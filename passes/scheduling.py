@@ -14,10 +14,13 @@ several hops, what the ranks of a host read of each other's memory has a stream 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import fx
 
 from zc.passes import insert_events, verify
 from zc.passes.base import Pass, copy_graph
+from zc.passes.verify import Part
 from zc.planning.plan import Plan
 from zc.schedule.buffer import COMM, COMM_HOST, COMPUTE
 from zc.schedule.nodes import ops
@@ -42,8 +45,8 @@ def _stream(op: Op, plan: Plan) -> str:
 PASS = Pass("place_on_streams", run, provides=frozenset({"streams"}))
 
 
-def scheduling(*first: Pass, prove: bool, prefix: str = "e") -> tuple[Pass, ...]:
+def scheduling(*first: Pass, prove: bool, prefix: str = "e", parts: Sequence[Part] = ()) -> tuple[Pass, ...]:
     """The passes ``first``, and those that make a schedule of their result. ``prove``: verify it; ``prefix``: of the
-    names of its events."""
+    names of its events; ``parts``: of the proof, that features bring."""
     passes = (*first, PASS, insert_events.with_prefix(prefix))
-    return (*passes, verify.PASS) if prove else passes
+    return (*passes, verify.with_parts(parts)) if prove else passes

@@ -7,7 +7,8 @@ elements conflict if one of them writes; happens-before is program order on a st
     (b) necessary     without any one wait, some conflict would not be
     (c) exactly once  a gradient that the graph owes is written once and in full, before its bucket's one reduction,
                       which enters the accumulator once; or it is deposited, for the flush that owes it then
-    (d) residency     gathered weights are there while they are read, in bytes of their own, within the cap (stage 3)
+    (d) residency     gathered weights are there while they are read, in bytes of their own, within the cap (stage 3);
+                      `zc.passes.residency`, handed over: a schedule that needs it has no proof without it
 
 Before and after: a proved schedule comes back equal. One that isn't raises, here with ``wait_event("e0")`` deleted::
 
@@ -30,19 +31,22 @@ only. Every other conflict is a chain of these, so if all obligations hold, all 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 from torch import fx
 
 from zc.errors import RaceError
-from zc.passes import exactly_once, residency
+from zc.passes import exactly_once
 from zc.passes.base import Pass, copy_graph
 from zc.planning.plan import Plan
 from zc.schedule.buffer import COPY, HOST, MAIN, Access, Buffer, Place, carried_by, carried_event, overlap
 from zc.schedule.nodes import accesses, kind_of, maker, op_of, shared_buffers, steps, stream_of, summary, value
-from zc.schedule.spec import RecordEvent, Sync, WaitEvent
+from zc.schedule.spec import FreeWeights, Gather, ReadWeights, RecordEvent, Sync, TakeWeights, WaitEvent
+
+Part = Callable[["Order", Plan], list[str]]  # of the proof: the faults that it finds, as texts
 
 
 @dataclass(frozen=True)
@@ -72,22 +76,21 @@ class Findings:
         return bool(self.races or self.redundant or self.faults)
 
 
-def verify(graph: fx.Graph, plan: Plan) -> Verdict:
-    """Proves a schedule: that no two of its operations race, that no wait is too many, that each gradient arrives once,
-    and that weights are there while they are read (docs/proof.md). Raises RaceError naming both nodes, their streams
-    and the buffer, or the wait that nothing needs, or the gradient that does not arrive once.
+def verify(graph: fx.Graph, plan: Plan, parts: Sequence[Part] = ()) -> Verdict:
+    """Proves a schedule. Raises RaceError naming both nodes, their streams and the buffer, or the wait that nothing
+    needs, or the gradient that does not arrive once.
 
     The plan says which buffers other schedules share, and where slots lie. Every schedule that zc has made has its debt
     on its output, ``meta["debt"]``. For one made by hand without it, (c) says that nothing arrives twice or in parts,
-    and does not see a gradient that is missing altogether.
+    and does not see a gradient that is missing altogether. ``parts``: of the proof, that features bring.
     """
-    findings = examine(graph, plan)
+    findings = examine(graph, plan, parts)
     if findings:
         raise RaceError("\n".join((findings.races or findings.faults or findings.redundant)[:1]))
     return Verdict(**summary(graph))
 
 
-def examine(graph: fx.Graph, plan: Plan) -> Findings:
+def examine(graph: fx.Graph, plan: Plan, parts: Sequence[Part] = ()) -> Findings:
     """Everything that `verify` would refuse, without raising."""
     output = graph.output_node()
     order = Order([*steps(graph), output], shared_buffers(graph, plan))
@@ -100,7 +103,7 @@ def examine(graph: fx.Graph, plan: Plan) -> Findings:
     faults = [f"{stream_of(n)} waits for {event}, which no node before records" for n, event in order.unrecorded]
     races += _carried(order)
     faults += exactly_once.check(order, plan, output.meta.get("debt")) + _misplaced(order)
-    faults += residency.check(order, plan)
+    faults += [fault for part in parts for fault in part(order, plan)] if parts else _unproved(order)
     redundant: list[str] = []
     if not races:
         waits = [(k, op.event) for k, op in enumerate(order.ops) if isinstance(op, WaitEvent)]
@@ -111,6 +114,19 @@ def examine(graph: fx.Graph, plan: Plan) -> Findings:
                 text = f"{stream_of(node)} waits for {event}, and every conflict is ordered without it"
                 redundant.append(f"redundant wait: {text}\n{_excerpt(order, node, node)}")
     return Findings(tuple(races), tuple(redundant), tuple(faults))
+
+
+def _unproved(order: Order) -> list[str]:
+    """Faults of a schedule that reads sharded weights, where nobody looks whether they are there."""
+    kinds = TakeWeights | ReadWeights | FreeWeights
+    of_weights = [
+        f"{kind_of(node)} ({node.name})"
+        for node, op in zip(order.nodes, order.ops, strict=True)
+        if isinstance(op, kinds) or (isinstance(op, Gather) and op.dst.kind == "arena")
+    ]
+    inputs = order.nodes[-1].graph.find_nodes(op="placeholder")
+    of_weights += [f"%{node.name}" for node in inputs if "weight" in node.meta]
+    return [f"{each} is of sharded weights, and part (d) of the proof was not handed over" for each in of_weights]
 
 
 def _carried(order: Order) -> list[str]:
@@ -183,12 +199,17 @@ def _excerpt(order: Order, first: fx.Node, second: fx.Node, limit: int = 12) -> 
     return "\n".join(lines)
 
 
-def run(graph: fx.Graph, plan: Plan) -> fx.Graph:
-    verify(graph, plan)
+def run(graph: fx.Graph, plan: Plan, parts: Sequence[Part] = ()) -> fx.Graph:
+    verify(graph, plan, parts)
     return copy_graph(graph)
 
 
 PASS = Pass("verify", run, requires=frozenset({"events"}))
+
+
+def with_parts(parts: Sequence[Part]) -> Pass:
+    """The same, with the parts of the proof that features bring."""
+    return PASS._replace(run=partial(run, parts=parts))
 
 
 Clock = tuple[list[int], int]  # positions by stream, bits of carried events

@@ -34,7 +34,8 @@ ARROWS = {
 # some modules. `zc.compile` hands it over, and the core imports none of it. The root is neither: it puts them together.
 CORE = ("planning", "schedule", "passes", "engine", "compiler", "ranks", "optim")
 WINGS = {
-    "weights": "zc.weights zc.planning.residency zc.passes.window_weights",
+    "weights": "zc.weights zc.planning.residency zc.passes.window_weights "
+               "zc.passes.residency",
     "host": "zc.ranks.neighbours",
     "levels": "zc.ranks.levels", "replicas": "zc.ranks.replicas",
     "wire": "zc.planning.wire zc.ranks.encoded",

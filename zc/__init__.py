@@ -39,7 +39,8 @@ from zc.errors import (
 from zc.log import configure as _configure_log
 from zc.optim.assignment import elementwise
 from zc.optim.one_rank import one_rank
-from zc.passes.verify import Verdict, verify
+from zc.passes.pipeline import verify
+from zc.passes.verify import Verdict
 from zc.registry import persistent_nbytes
 from zc.report.explain import explain
 from zc.report.prediction import Estimate, plan

@@ -33,7 +33,7 @@ from torch import fx, nn
 
 import zc
 from zc.passes.certificate import certificate
-from zc.passes.verify import examine
+from zc.passes.pipeline import examine
 from zc.planning.plan import Plan
 
 CHECKER = Path(__file__).resolve().parents[2] / "passes" / "check_certificate.py"

@@ -14,7 +14,7 @@ from torch import fx
 
 from zc.passes import insert_events
 from zc.passes.base import copy_graph
-from zc.passes.verify import examine
+from zc.passes.pipeline import examine
 from zc.planning.plan import Plan
 from zc.schedule.nodes import op_of, steps, text
 from zc.schedule.spec import RecordEvent, Sync, WaitEvent

@@ -18,7 +18,7 @@ from torch import fx
 
 from zc.errors import RaceError
 from zc.passes.base import copy_graph
-from zc.passes.verify import examine, verify
+from zc.passes.pipeline import examine, verify
 from zc.schedule.buffer import COMM, MAIN
 from zc.schedule.nodes import op_of, put, steps
 from zc.schedule.spec import FlattenCast, RecordEvent, Segment, Take, WaitEvent

@@ -17,8 +17,8 @@ from weights_machine import Setting
 
 from zc.config import Config
 from zc.passes.base import run_passes
+from zc.passes.pipeline import examine, verify
 from zc.passes.scheduling import scheduling
-from zc.passes.verify import examine, verify
 from zc.planning.packing import ParamSpec, make_plan
 from zc.planning.plan import Plan, Topology, flat, reads_shards
 from zc.planning.residency import plan_residency, smallest_cap

@@ -10,16 +10,19 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
+import test_weights
 import torch
 import weights_mutants
 from test_weights import make
 from tiers import FULL
 from torch import Tensor, fx
 
-from zc.passes.verify import examine, verify
+from zc.errors import RaceError
+from zc.passes import verify as without_parts
+from zc.passes.pipeline import examine, verify
 from zc.planning.plan import Plan
-from zc.schedule.nodes import put
-from zc.schedule.spec import Segment, TakeWeights
+from zc.schedule.nodes import ops, put
+from zc.schedule.spec import FreeWeights, Gather, ReadWeights, Segment, TakeWeights
 
 pytestmark = pytest.mark.check
 
@@ -180,3 +183,18 @@ def test_what_is_wrong_is_named() -> None:
         lambda g, n: n[2].replace_input_with(n[1], n[4])
     )
     assert "the window of take_weights is never ended" in text_of(lambda g, n: g.erase_node(n[3]))
+
+
+def test_no_schedule_that_reads_sharded_weights_is_proved_without_the_part_that_looks() -> None:
+    """Each node of sharded weights alone, and a graph that reads them outside of windows."""
+    windows, plan, _ = case(0)
+    assert not examine(windows, plan)
+    a_pass, plan_of_pass, _ = test_weights.case(0)
+    for graph, its_plan in ((windows, plan), (a_pass, plan_of_pass)):
+        faults = without_parts.examine(graph, its_plan).faults
+        kinds = TakeWeights | ReadWeights | FreeWeights
+        num = sum(isinstance(op, kinds) or (isinstance(op, Gather) and op.dst.kind == "arena") for _, op in ops(graph))
+        num += sum("weight" in node.meta for node in graph.find_nodes(op="placeholder"))
+        assert num and sum("part (d) of the proof was not handed over" in fault for fault in faults) == num
+        with pytest.raises(RaceError, match="was not handed over"):
+            without_parts.verify(graph, its_plan)

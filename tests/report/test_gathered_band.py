@@ -15,6 +15,7 @@ from zc.config import Config
 from zc.engine.ledger import ClockedStep, Span
 from zc.engine.operations import Operations
 from zc.engine.program import Program, build
+from zc.passes.pipeline import PARTS
 from zc.passes.scheduling import scheduling
 from zc.planning.packing import ParamSpec, make_plan
 from zc.planning.plan import Plan, flat
@@ -36,7 +37,7 @@ def plan_of(sizes: tuple[int, ...], cap: int) -> Plan:
 def planned(plan: Plan, uses: Uses, name: str = "weights_0") -> Program:
     residency = plan_residency(uses, {bucket.index: bucket.nbytes for bucket in plan.buckets}, plan.weight_cap)
     nothing = Operations(SimpleNamespace(operations={}))  # type: ignore[arg-type]
-    passes = scheduling(prove=True, prefix=PREFIX)
+    passes = scheduling(prove=True, prefix=PREFIX, parts=PARTS)
     return build(weights_graph(plan, residency), plan, passes, nothing, name=name)
 
 

@@ -190,7 +190,7 @@ class CompiledGraph(ABC):
         if graph is None:
             return None
         if verify.PASS.name in template.seconds:
-            verify.verify(graph, template.plan)
+            verify.verify(graph, template.plan, self.runtime.features.pipelines.parts)
         name, pieces = f"{template.name} of {member}", codegen.load(graph)
         operations, seconds = template.operations, template.seconds
         return Program(name, graph, template.plan, pieces, operations, seconds, block=member, like=template)

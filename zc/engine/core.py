@@ -202,7 +202,8 @@ class Core:
     ) -> Program:
         """A program that has no segments, such as an update: its graph through ``passes``, and on streams.
         ``overrides``: functions in place of those of `zc.engine.operations`; ``prefix``: of the names of its events."""
-        stages = scheduling(*passes, prove=self.config.verify, prefix=prefix)
+        parts = self.features.pipelines.parts
+        stages = scheduling(*passes, prove=self.config.verify, prefix=prefix, parts=parts)
         return build(graph, plan, stages, self.operations(overrides), name=name, dump_dir=self.config.dump_dir)
 
     @property
