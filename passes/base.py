@@ -64,10 +64,10 @@ def copy_node(node: fx.Node, graph: fx.Graph, where: dict[fx.Node, fx.Node]) -> 
     return new
 
 
-def copy_graph(graph: fx.Graph, where: dict[fx.Node, fx.Node] | None = None) -> fx.Graph:
-    """A copy with the same node names and metadata. ``where``: an empty dict, which then maps old nodes to new ones."""
+def copy_graph(graph: fx.Graph) -> fx.Graph:
+    """A copy with the same nodes in the same order, with their names and metadata."""
     new = fx.Graph(owning_module=graph.owning_module)
-    where = {} if where is None else where
+    where: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         copy_node(node, new, where)
     return new
@@ -95,9 +95,7 @@ class Debt:
 
     def whole(self, plan: Plan) -> frozenset[int]:
         """Buckets of which every gradient is owed here."""
-        num_owed: dict[int, int] = {}
-        for bucket, _ in self.gradients:
-            num_owed[bucket] = num_owed.get(bucket, 0) + 1
+        num_owed = collections.Counter(bucket for bucket, _ in self.gradients)
         return frozenset(b for b, num_slots in num_owed.items() if num_slots == len(plan.buckets[b].slots))
 
     def reductions(self, plan: Plan) -> frozenset[int]:

@@ -18,8 +18,8 @@ Mutant = tuple[str, Edit]
 
 
 def edited(graph: fx.Graph, edit: Edit) -> fx.Graph:
-    where: dict[fx.Node, fx.Node] = {}
-    new = copy_graph(graph, where)
+    new = copy_graph(graph)
+    where = dict(zip(graph.nodes, new.nodes, strict=True))
     edit(new, where)
     new.lint()
     return new

@@ -39,8 +39,8 @@ def test_verify_agrees_with_all_orders_tried(schedule: tuple[fx.Graph, Plan]) ->
         return
     redundant = 0
     for node in [n for n in steps(graph) if isinstance(op_of(n), WaitEvent)]:
-        where: dict[fx.Node, fx.Node] = {}
-        new = copy_graph(graph, where)
+        new = copy_graph(graph)
+        where = dict(zip(graph.nodes, new.nodes, strict=True))
         new.erase_node(where[node])
         redundant += not Enumeration(new, plan).finds_a_race()
     assert redundant == len(faults.redundant), f"{faults.redundant}\n{text(graph)}"
@@ -51,8 +51,8 @@ def test_verify_agrees_with_all_orders_tried(schedule: tuple[fx.Graph, Plan]) ->
 def test_inserted_events_are_needed_and_enough(schedule: tuple[fx.Graph, Plan]) -> None:
     """Whatever the streams and the operations are."""
     graph, plan = schedule
-    where: dict[fx.Node, fx.Node] = {}
-    bare = copy_graph(graph, where)
+    bare = copy_graph(graph)
+    where = dict(zip(graph.nodes, bare.nodes, strict=True))
     for node in list(steps(graph)):
         if isinstance(op_of(node), Sync):
             bare.erase_node(where[node])
@@ -90,8 +90,8 @@ def test_an_event_that_nobody_records_is_named() -> None:
     plan = make(1)
     graph = schedule("mlp", plan)
     record = next(n for n in steps(graph) if isinstance(op_of(n), RecordEvent))
-    where: dict[fx.Node, fx.Node] = {}
-    new = copy_graph(graph, where)
+    new = copy_graph(graph)
+    where = dict(zip(graph.nodes, new.nodes, strict=True))
     new.erase_node(where[record])
     assert any(f"waits for {record.args[0]}" in fault for fault in examine(new, plan).faults)
 

@@ -21,7 +21,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from zc.engine.announcements import BOUNDARY, END
 from zc.errors import RankLostError, RankMismatchError, ZcError, some
@@ -214,6 +214,7 @@ line. **No way on** is from the first shared call that can't be matched, where t
 SAME, DIFFERENT, REFUSED = 0, 1, 2
 WIDTH = 46  # characters of a column
 MAX_COLUMNS = 4
+T = TypeVar("T")
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -282,16 +283,18 @@ def _standing(files: Sequence[RankFile]) -> Iterator[str]:
         yield f"{span(ranks)}: ended by {error}"
 
 
-def _grouped(texts: dict[int, str]) -> list[tuple[str, list[int]]]:
-    result: dict[str, list[int]] = {}
-    for rank, text in texts.items():
-        result.setdefault(text, []).append(rank)
+def _grouped(by_rank: dict[int, T]) -> list[tuple[T, list[int]]]:
+    """The ranks that have the same, in the order of the first ones."""
+    result: dict[T, list[int]] = {}
+    for rank, item in by_rank.items():
+        result.setdefault(item, []).append(rank)
     return list(result.items())
 
 
 def _table(files: Sequence[RankFile], comparison: Comparison, num_calls: int) -> Iterator[str]:
     """A column for ranks that did the same; the last calls before the first difference, and what came after it."""
-    groups = alike(comparison.windows)
+    ways = {rank: tuple(map(_way, calls)) for rank, calls in comparison.windows.items()}
+    groups = [ranks for _, ranks in _grouped(ways)]
     shown, left = groups[:MAX_COLUMNS], groups[MAX_COLUMNS:]
     columns = [comparison.windows[ranks[0]] for ranks in shown]
     rows = list(itertools.zip_longest(*columns))
@@ -374,12 +377,10 @@ def is_announcement(call: Call) -> bool:
 
 def _differ(lists: dict[int, list[Call]], key: Callable[[Call | None], object]) -> Difference | None:
     for at in range(max(map(len, lists.values()), default=0)):
-        found: dict[object, list[int]] = {}
-        for rank, calls in lists.items():
-            found.setdefault(key(calls[at] if at < len(calls) else None), []).append(rank)
+        found = _grouped({rank: key(calls[at] if at < len(calls) else None) for rank, calls in lists.items()})
         if len(found) > 1:
             behaviours = []
-            for ranks in found.values():
+            for _, ranks in found:
                 calls = lists[ranks[0]]
                 call = calls[at] if at < len(calls) else None
                 last = calls[min(at, len(calls)) - 1] if at and calls else None
@@ -387,14 +388,6 @@ def _differ(lists: dict[int, list[Call]], key: Callable[[Call | None], object]) 
             number = min(each.call.number for each in behaviours if each.call is not None)
             return Difference(number, behaviours)
     return None
-
-
-def alike(windows: dict[int, list[Call]]) -> list[list[int]]:
-    """The ranks in groups that made the same calls."""
-    groups: dict[tuple[object, ...], list[int]] = {}
-    for rank, calls in windows.items():
-        groups.setdefault(tuple(map(_way, calls)), []).append(rank)
-    return list(groups.values())
 
 
 def span(ranks: Sequence[int]) -> str:
