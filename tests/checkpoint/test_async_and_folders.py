@@ -257,3 +257,14 @@ def test_latest_counts_saves_and_reads_no_clock(tmp_path: Path) -> None:
     empty.close()
     with pytest.warns(UserWarning, match="c is no complete checkpoint .*metadata"):
         assert zc.latest(tmp_path) == tmp_path / "b"
+
+
+def test_an_overwritten_link_is_gone_and_its_folder_stays(tmp_path: Path) -> None:
+    """The link stayed under a hidden name, and the second save of its job raised NotADirectoryError there."""
+    for name in ("real", "a", "a"):
+        folder = Unfinished(tmp_path / name, "job", 0, overwrite=True)
+        folder.make_visible({}, None)
+        folder.close()
+        if name == "real":
+            (tmp_path / "a").symlink_to("real")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "real"] and not (tmp_path / "a").is_symlink()

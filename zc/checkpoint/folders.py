@@ -102,6 +102,9 @@ class Unfinished:
     def _remove(self, old: Path, name: str) -> None:
         """Hides the folder first, so that a killed removal leaves no partial checkpoint in sight."""
         hidden = old.parent / f".{name}.{self.job}{REMOVED}"
+        if old.is_symlink():  # the folder that it led to is another checkpoint
+            old.unlink()
+            return
         shutil.rmtree(hidden, ignore_errors=True)
         with contextlib.suppress(FileNotFoundError):  # another job with ``keep`` was first
             os.rename(old, hidden)
