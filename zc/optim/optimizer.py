@@ -219,8 +219,8 @@ class ShardedOptimizer:
         """Brings the groups of the second object up to date with the caller's: their options, and which parameters they
         have. Takes over a state that the caller has set."""
         if vars(self.optimizer)["state"] is not self.state:
-            given, vars(self.optimizer)["state"] = vars(self.optimizer)["state"], self.state
-            self.state.replace(given)
+            self.state = self.state.replaced_by(vars(self.optimizer)["state"])
+            vars(self.optimizer)["state"] = self.state
         groups, own = self.optimizer.param_groups, self._groups
         if len(self._lists) != len(groups):
             own[:] = [{} for _ in groups]
