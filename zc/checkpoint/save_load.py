@@ -138,7 +138,7 @@ def save(
     return saving
 
 
-def load(path: str | Path, model: nn.Module, optimizer: Optimizers) -> Any:
+def load(path: str | Path | None, model: nn.Module, optimizer: Optimizers) -> Any:
     """Loads a checkpoint from any number of ranks into any plan. Every rank calls it, between updates.
 
     It reads and checks everything before it changes anything, so it needs memory for one more copy of this rank's part.
@@ -157,6 +157,11 @@ def load(path: str | Path, model: nn.Module, optimizer: Optimizers) -> Any:
     finish_pending(sharded_model)
     channel = channel_of(sharded_model)
     channel.same_call("zc.load", path)
+    if path is None:
+        raise CheckpointError(
+            "zc.load was given None for a path: zc.latest gives that where a folder has no complete checkpoint. Load "
+            "only where there is one, as in: if newest is not None"
+        )
     path = Path(path).absolute()
     what, reader = f"loading {path}", Reader(path)
     with channel.together(what), checkpoint_errors(what):  # a damaged checkpoint raises anything
