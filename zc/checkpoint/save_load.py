@@ -10,11 +10,14 @@ A checkpoint has the keys of ``torch.distributed.checkpoint.state_dict``, so DDP
 
 from __future__ import annotations
 
+import functools
 import io
-from collections.abc import Mapping
+import threading
+import weakref
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +34,7 @@ from zc.checkpoint.state import for_dcp, host_copy, state_of, synchronized
 from zc.checkpoint.target import check_groups, check_values, commit, make_target
 from zc.errors import CheckpointError
 from zc.optim.assignment import Optimizers
+from zc.registry import sharded
 from zc.version import __version__
 
 
@@ -63,6 +67,25 @@ def load_state_dict(model: nn.Module, optimizer: Optimizers, state: Mapping[str,
     commit(model, sharded_model, target)
 
 
+P = ParamSpec("P")
+R = TypeVar("R")
+_TURNS: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # of each model, a lock
+
+
+def _in_turn(function: Callable[P, R]) -> Callable[P, R]:
+    """Threads that save or load one model at once come one after the other: their collectives would answer each
+    other's, and gloo ends the process. A thread may come again, in a signal's handler."""
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        model: Any = kwargs.get("model", args[1] if len(args) > 1 else None)
+        with _TURNS.setdefault(sharded(model), threading.RLock()):
+            return function(*args, **kwargs)
+
+    return run
+
+
+@_in_turn
 def save(
     path: str | Path,
     model: nn.Module,
@@ -138,6 +161,7 @@ def save(
     return saving
 
 
+@_in_turn
 def load(path: str | Path | None, model: nn.Module, optimizer: Optimizers) -> Any:
     """Loads a checkpoint from any number of ranks into any plan. Every rank calls it, between updates.
 
