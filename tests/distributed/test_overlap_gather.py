@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from harness import run_ranks
-from late_gathers import BUCKET, DEPTH, DIM, LATE, VERY_LATE, Careless, Late, last_weight, train_late
+from late_gathers import BUCKET, DEPTH, DIM, LATE, VERY_LATE, Careless, Late, last_weight, late_gathers, train_late
 from models import mean_square, mlp, vectors
 from tiers import full_only
 from torch import nn
@@ -266,3 +266,23 @@ def test_weights_that_did_not_arrive_are_never_read(is_compiled: bool) -> None:
         assert errors[0] == "OSError: a page is gone"
         for error in errors[1:]:
             assert "have not arrived on rank" in error and "OSError: a page is gone" in error, errors
+
+
+def _reads_states(rank: int, world_size: int) -> None:
+    with late_gathers(LATE * rank):
+        model = mlp(DIM, DEPTH)
+        optimizer = adamw(model)
+        zc.compile(model, optimizer, bucket_nbytes=BUCKET, backend="eager", overlap_gather=True)
+        for step in range(3):
+            mean_square(model, vectors(DIM, 8)(rank, step, 0)).backward()
+            optimizer.step()
+            if rank == 0:  # here the weights' gathers come first
+                zc.registry.sharded(model).runtime.streams.synchronize()
+            moment = optimizer.state[last_weight(model)]["exp_avg"]
+            assert moment.norm() > 0 if step else moment.full_tensor().any()
+            optimizer.zero_grad()
+
+
+def test_states_are_read_after_the_gathers_on_every_rank() -> None:
+    """The next step was a RankMismatchError: the two exchanges had come in another order on each rank."""
+    run_ranks(_reads_states, 2)

@@ -101,6 +101,7 @@ def _added(rank: int, world_size: int) -> tuple[list[float], tuple[str, str]]:
     before = [param.detach().clone() for param in model.parameters()]
     optimizer.add_param_group({"params": model[1].named_parameters()})
     zc.recompile(model)
+    optimizer.add_param_group(optimizer.param_groups.pop(0))  # what the caller has taken out comes back
     model(torch.ones(2, 4)).square().sum().backward()
     optimizer.step()
     moved = [float((a - b).abs().max()) for a, b in zip(before, model.parameters(), strict=True)]

@@ -3,6 +3,7 @@ loops over states, with their collectives, are the same on all."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -43,6 +44,25 @@ def _count_anew(optimizer: Any, params: list[nn.Parameter], step: int) -> None:
             optimizer.state[param]["step"] = torch.tensor(0.0)
 
 
+def _swap(optimizer: Any, params: list[nn.Parameter], step: int) -> None:
+    state, (one, _, other, *_) = optimizer.state, params
+    if step == 2:
+        state[one], state[other] = state[other], state[one]
+
+
+def _take_turns(optimizer: Any, params: list[nn.Parameter], step: int) -> None:
+    """States of two tasks, each kept by the caller while the other is there."""
+    for param in params if step in (1, 3) else ():
+        others = vars(optimizer).setdefault("others", {}).get(param, {})
+        optimizer.others[param], optimizer.state[param] = optimizer.state[param], others
+
+
+def _take_turns_as_a_whole(optimizer: Any, params: list[nn.Parameter], step: int) -> None:
+    if step in (1, 3):
+        others = vars(optimizer).setdefault("others", defaultdict(dict))
+        optimizer.others, optimizer.state = optimizer.state, others
+
+
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": lambda params: torch.optim.AdamW(params, lr=0.01),
     "adafactor": lambda params: torch.optim.Adafactor(params, lr=0.01),  # whole parameters, each on one rank
@@ -77,7 +97,9 @@ def _compare(rank: int, world_size: int, name: str, edit: Any) -> tuple[Any, Any
 
 
 @pytest.mark.parametrize(
-    ("name", "edit"), [("adamw", _nothing), ("adamw", _reset), ("adamw", _count_anew), ("adafactor", _nothing)]
+    ("name", "edit"),
+    [("adamw", _nothing), ("adamw", _reset), ("adamw", _count_anew), ("adamw", _swap), ("adamw", _take_turns),
+     ("adamw", _take_turns_as_a_whole), ("adafactor", _nothing), ("adafactor", _take_turns)],
 )
 def test_ranks_see_states_alike(name: str, edit: Any) -> None:
     """A rank without a slice raised KeyError, and the others waited; or it showed another parameter's count."""

@@ -81,6 +81,11 @@ def export(
         CheckpointError, of a model on every rank: the folder has such files, or can't be written; or the checkpoint has
             no weights. The folder then has none of them.
     """
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise CheckpointError(
+            f"zc.export was given dtype={dtype!r}, to which it casts weights: give a floating-point one, such as "
+            "torch.bfloat16, or leave it out"
+        )
     if isinstance(source, nn.Module):
         return _export_model(path, source, dtype, shard_nbytes)
     return _export_checkpoint(Path(path), Path(source), dtype, shard_nbytes)

@@ -10,11 +10,14 @@ A checkpoint has the keys of ``torch.distributed.checkpoint.state_dict``, so DDP
 
 from __future__ import annotations
 
+import functools
 import io
-from collections.abc import Mapping
+import threading
+import weakref
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +34,7 @@ from zc.checkpoint.state import for_dcp, host_copy, state_of, synchronized
 from zc.checkpoint.target import check_groups, check_values, commit, make_target
 from zc.errors import CheckpointError
 from zc.optim.assignment import Optimizers
+from zc.registry import sharded
 from zc.version import __version__
 
 
@@ -63,6 +67,25 @@ def load_state_dict(model: nn.Module, optimizer: Optimizers, state: Mapping[str,
     commit(model, sharded_model, target)
 
 
+P = ParamSpec("P")
+R = TypeVar("R")
+_TURNS: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # of each model, a lock
+
+
+def _in_turn(function: Callable[P, R]) -> Callable[P, R]:
+    """Threads that save or load one model at once come one after the other: their collectives would answer each
+    other's, and gloo ends the process. A thread may come again, in a signal's handler."""
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        model: Any = kwargs.get("model", args[1] if len(args) > 1 else None)
+        with _TURNS.setdefault(sharded(model), threading.RLock()):
+            return function(*args, **kwargs)
+
+    return run
+
+
+@_in_turn
 def save(
     path: str | Path,
     model: nn.Module,
@@ -138,7 +161,8 @@ def save(
     return saving
 
 
-def load(path: str | Path, model: nn.Module, optimizer: Optimizers) -> Any:
+@_in_turn
+def load(path: str | Path | None, model: nn.Module, optimizer: Optimizers) -> Any:
     """Loads a checkpoint from any number of ranks into any plan. Every rank calls it, between updates.
 
     It reads and checks everything before it changes anything, so it needs memory for one more copy of this rank's part.
@@ -157,6 +181,11 @@ def load(path: str | Path, model: nn.Module, optimizer: Optimizers) -> Any:
     finish_pending(sharded_model)
     channel = channel_of(sharded_model)
     channel.same_call("zc.load", path)
+    if path is None:
+        raise CheckpointError(
+            "zc.load was given None for a path: zc.latest gives that where a folder has no complete checkpoint. Load "
+            "only where there is one, as in: if newest is not None"
+        )
     path = Path(path).absolute()
     what, reader = f"loading {path}", Reader(path)
     with channel.together(what), checkpoint_errors(what):  # a damaged checkpoint raises anything

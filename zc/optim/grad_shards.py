@@ -247,6 +247,7 @@ class GradShards:
 
     def _join(self, parts: Sequence[Tensor], reduction: Reduction, numels: Sequence[int]) -> Tensor:
         """[parts] fp64: the numbers of values of which this rank has these parts, with one collective."""
+        self.runtime.streams.join_main()  # as `gather`
         joint = reduction.partials(parts).to(self.runtime.plan.buckets[0].device)
         if not reduction.is_sum:
             self.runtime.group.max_(joint)
@@ -304,6 +305,7 @@ class GradShards:
     def gather(self, part: Part, local: Tensor) -> Tensor:
         """The whole tensor [shape], on every rank, of which this one has ``local`` [n]. All ranks call it."""
         bucket, ranks = self._bucket(part.slot.name), self.runtime.group.shard
+        self.runtime.streams.join_main()  # overlap_gather: all ranks exchange this after the last step's weights
         whole = torch.empty(part.slot.numel, dtype=local.dtype, device=bucket.device)
         cut = bucket.layout.owned_part if part.is_owned else bucket.layout.shard_part
         rows = [whole[cut(part.slot, rank)[1]] for rank in range(ranks.world_size)]

@@ -231,8 +231,8 @@ class ShardedOptimizer:
         """Brings the groups of the second object up to date with the caller's: their options, and which parameters they
         have. Takes over a state that the caller has set."""
         if vars(self.optimizer)["state"] is not self.state:
-            given, vars(self.optimizer)["state"] = vars(self.optimizer)["state"], self.state
-            self.state.replace(given)
+            self.state = self.state.replaced_by(vars(self.optimizer)["state"])
+            vars(self.optimizer)["state"] = self.state
         groups, own = self.optimizer.param_groups, self._groups
         if len(self._lists) != len(groups):
             own[:] = [{} for _ in groups]
@@ -660,17 +660,18 @@ def replace_methods(model: nn.Module, sharded: ShardedOptimizer) -> None:
         owner().load_state_dict(state_dict)
 
     def add_param_group(param_group: dict[str, Any]) -> None:
-        runtime = owner().runtime
-        items = param_group["params"]
+        held = owner()
+        runtime, items = held.runtime, param_group["params"]
         if isinstance(items, set):
             add(optimizer, param_group)  # which refuses it: its order differs from rank to rank
         items = [items] if isinstance(items, Tensor) else list(items)
         params = [item[1] if isinstance(item, tuple) else item for item in items]  # of named_parameters()
         trained = of_model()
         names = {id(p): name for name, p in trained.named_parameters()} if trained is not None else {}
+        absent = held._find_absent()  # its own parameters that the caller has taken out of their groups
         for param in params:
             name = names.get(id(param))
-            if name is None or runtime.params.get(name) is param:
+            if name is None or (runtime.params.get(name) is param and name not in absent):
                 what = (
                     f"parameter {name}, which has its place: set its options in optimizer.param_groups"
                     if name
@@ -679,7 +680,7 @@ def replace_methods(model: nn.Module, sharded: ShardedOptimizer) -> None:
                 )
                 raise PlanError(f"add_param_group was given {what}")
         add(optimizer, {**param_group, "params": items})
-        runtime.frozen.update({names[id(param)]: param for param in params})
+        runtime.frozen.update({names[id(param)]: param for param in params if names[id(param)] not in absent})
 
     for name in sharded.methods:
         setattr(optimizer, name, MethodType(_on_slices(type(optimizer), name, owner), optimizer))

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -71,7 +72,7 @@ class StateView(MutableMapping[Any, Any]):
     """See the module. Missing states are empty, as in the ``defaultdict`` that it stands for."""
 
     def __init__(self, owner: ShardedOptimizer) -> None:
-        self._owner = weakref.ref(owner)
+        self._owner: Callable[[], Any] = weakref.ref(owner)
         self._updated: set[str] = set()  # parameters that have state on some rank, as far as this one knows
         self._elsewhere: dict[str, dict[Any, Any]] = {}  # what was written for parameters that have no slice here
         self._held: weakref.WeakValueDictionary[str, ParamState] = weakref.WeakValueDictionary()
@@ -84,7 +85,7 @@ class StateView(MutableMapping[Any, Any]):
 
     @property
     def owner(self) -> ShardedOptimizer:
-        owner = self._owner()
+        owner: ShardedOptimizer | None = self._owner()
         if owner is None:
             raise ZcError("the state of this optimizer is gone with its compiled model")
         return owner
@@ -97,9 +98,7 @@ class StateView(MutableMapping[Any, Any]):
             return self.owner.local.state[key]
         state = self._held.get(name)
         if state is None:
-            state = ParamState()
-            state._view, state._name = weakref.ref(self), name
-            self._held[name] = state
+            state = self._hold(name, ParamState())
         state.show(self._items_of(name))
         return state
 
@@ -111,11 +110,16 @@ class StateView(MutableMapping[Any, Any]):
         if name is None:
             self.owner.local.state[key] = value
             return
-        items = dict(value)  # it may be what this parameter shows
+        if value is self._held.get(name):
+            return
+        items = dict(value)
         self._check_shapes(name, items)
+        self._let_go(name)
         self._keep(name, {})
         for item_key, item in items.items():
             self.write(name, item_key, item)
+        if isinstance(value, ParamState) and value._of_class() is None:  # let go before, and put back now
+            self._hold(name, value)
         self.refresh()
 
     def __delitem__(self, key: Any) -> None:
@@ -125,22 +129,19 @@ class StateView(MutableMapping[Any, Any]):
         if name is None:
             del state[key]
             return
+        self._let_go(name)
         self._updated.discard(name)
         self._elsewhere.pop(name, None)
         state.pop(self.owner.slices.get(name), None)
-        self.refresh()
 
     # A mapping's own would take the state that a parameter lacks for an empty one, which it has.
 
     def pop(self, key: Any, *default: Any) -> Any:
-        """Returns a state that stays as it was."""
         if key not in self:
             if default:
                 return default[0]
             raise KeyError(key)
         value = self[key]
-        if isinstance(value, ParamState):
-            value = dict(value)
         del self[key]
         return value
 
@@ -181,6 +182,18 @@ class StateView(MutableMapping[Any, Any]):
         )
 
     # --- between the two forms ---
+
+    def _hold(self, name: str, state: ParamState) -> ParamState:
+        state._view, state._name = weakref.ref(self), name
+        self._held[name] = state
+        return state
+
+    def _let_go(self, name: str) -> None:
+        """The state of a parameter is replaced or gone. The one that the caller may hold stays as it is, as a dict does
+        that another has replaced."""
+        held = self._held.pop(name, None)
+        if held is not None:
+            held._view = None
 
     def _kept(self, name: str) -> dict[Any, Any] | None:
         """The state of a parameter as the class has it, or would have it if it updated the parameter on this rank."""
@@ -265,25 +278,33 @@ class StateView(MutableMapping[Any, Any]):
 
     # --- called by zc ---
 
-    def replace(self, given: Mapping[Any, Any]) -> None:
-        """The caller has set ``optimizer.state``."""
-        items = {key: dict(item) if isinstance(item, Mapping) else item for key, item in given.items()}
+    def replaced_by(self, given: Mapping[Any, Any]) -> StateView:
+        """The caller has set ``optimizer.state``. Returns the view of that; this one keeps what it shows, for a caller
+        that sets it again."""
+        view, past = StateView(self.owner), dict(self)
+        view._noted, view._with_gradient, view._trials = self._noted, self._with_gradient, self._trials
+        view._counted, view._num_counted, view._num_updates = self._counted, self._num_counted, self._num_updates
         self.clear()
-        for key, item in items.items():
-            self[key] = item
+        kept = SimpleNamespace(name_of=lambda key: None, local=SimpleNamespace(state=past), slices={},
+                               optimizer=SimpleNamespace(param_groups=[]))  # fmt: skip
+        self._owner = lambda: kept
+        for key, item in given.items():
+            view[key] = item
+        return view
 
     def loaded(self, names: Iterable[str]) -> None:
         """A state was loaded, of these parameters."""
+        for name in list(self._held):
+            self._let_go(name)
         self._elsewhere.clear()
         self._updated = set(names)
-        self.refresh()
 
     def forget(self, names: Iterable[str]) -> None:
         """These parameters are gone; others may come under their names."""
         for name in names:
             self._updated.discard(name)
             self._elsewhere.pop(name, None)
-            self._held.pop(name, None)
+            self._let_go(name)
         self._noted.clear()
 
     def note(self, names: Iterable[str]) -> None:

@@ -166,6 +166,8 @@ class StateDicts:
             self._end_load()
         if self._loaded is None:
             return False
+        if value is param:  # set_model_state_dict adds to a state those that it lacks
+            return True
         if not self._is_closed:
             self._weights.before_writes()
             self._is_closed = True
