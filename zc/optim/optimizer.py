@@ -36,7 +36,7 @@ from zc.engine.memory_order import change_each, flattened, in_shape, is_cut
 from zc.errors import PlanError, ZcError
 from zc.optim.assignment import is_known
 from zc.optim.class_methods import candidates, may_zero, mentions, on_slices
-from zc.optim.grad_shards import GradShards, ShardedGrad
+from zc.optim.grad_shards import EARLY, GradShards, ShardedGrad
 from zc.optim.local import REPLACED, second_object, with_zero_grad
 from zc.optim.param_writes import ParamWrites
 from zc.optim.sharded_value import ShardedValue
@@ -508,6 +508,8 @@ class ShardedOptimizer:
                 "zc.close(model), and then zc.compile with an optimizer that has the new one; or set a method of the "
                 "object (optimizer.step = ...), which is called"
             )
+        if not self.runtime.is_boundary and self.runtime.plan.num_ranks > 1:
+            raise ZcError(EARLY.format(f"{type(self.optimizer).__name__}.step()"))
         self.publish_rest()
         self.grad_shards.unscaled.discard(self.number)
         self._check_places("before step()")
