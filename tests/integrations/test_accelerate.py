@@ -234,6 +234,37 @@ def test_hooks_that_take_models_away_leave_the_optimizer_its_state(stage: int, t
         assert torch.equal(resumed, through)
 
 
+def _early(rank: int, world_size: int) -> list[str]:
+    """Job: what is said where a microbatch that is not the last clips, or steps, as LocalSGD does. The loop goes
+    on after each."""
+    with torchrun(rank, world_size):
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+        model = mlp()
+        model, optimizer = prepare(accelerator, model, SGD(model.parameters(), lr=0.1), backend="eager")
+        said: list[str] = []
+        for x, y in DataLoader(regression(8), batch_size=2):
+            with accelerator.accumulate(model):
+                accelerator.backward(nn.functional.mse_loss(model(x + rank), y))
+                if not accelerator.sync_gradients:
+                    for grad in (param.grad for param in model.parameters() if param.grad is not None):
+                        grad.mul_(2.0).div_(2.0)
+                    said.append(message_of(lambda: accelerator.clip_grad_norm_(model.parameters(), 0.1))[1])
+                    said.append(message_of(lambda: accelerator.clip_grad_value_(model.parameters(), 0.1))[1])
+                    said.append(message_of(lambda: zc.clip_grad_norm_(model, 0.1))[1])
+                    said.append(message_of(optimizer.optimizer.step)[1])
+                optimizer.step()
+                optimizer.zero_grad()
+        return said
+
+
+def test_clipping_and_steps_before_the_last_microbatch_are_refused() -> None:
+    """Under DDP they clip, and step by, the gradients of each rank alone."""
+    written = [f"{name} of the gradient of 0.weight" for name in ("mul_", "clamp_")]
+    words = [*written, "zc.clip_grad_norm_", "SGD.step()"]
+    for said in run_ranks(_early, 2):
+        assert [text.partition(" inside no_sync: ")[0] for text in said] == 2 * words
+
+
 def _pointer_alone(rank: int, world_size: int, folder: str) -> tuple[str, str]:
     with torchrun(rank, world_size):
         accelerator = Accelerator(cpu=True)

@@ -291,6 +291,8 @@ def _by_element(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     first: ShardedValue = written[0] if written else values[0]
     if func is aten.copy_.default and isinstance(args[1], Tensor) and not isinstance(args[1], ShardedValue):
         first.owner.refuse_whole_write(func, first.param_name)  # DDP's finalizer brings the mean of nothing
+    if written and first.is_live:
+        first.owner.refuse_early_write(func, args[1:], first.param_name)
     if "memory_format" in kwargs:  # values have the parameter's
         kwargs = {name: item for name, item in kwargs.items() if name != "memory_format"}
     copies = first.copies()  # finishes gradients
