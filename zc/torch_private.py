@@ -769,7 +769,7 @@ def inline_regions(gm: fx.GraphModule) -> bool:
     A region's call hides that some of its results are one tensor, or views of what it gets (``(tanh, tanh, x.t())``):
     Inductor writes into one and reads the other (2.13), and AOTAutograd takes both for the backward's to overwrite.
 
-    Relies on ``invoke_subgraph(subgraph, identifier, *operands)``, whose first argument is a ``get_attr`` (2.11 to 2.15).
+    Relies on ``invoke_subgraph(subgraph, identifier, *operands)``, whose first argument is a ``get_attr`` (2.13).
     """
     regions = gm.graph.find_nodes(op="call_function", target=torch.ops.higher_order.invoke_subgraph)
     for call in regions:
