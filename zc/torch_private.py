@@ -762,6 +762,57 @@ def apply_strides(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
             node.target = torch.ops.aten.view.default
 
 
+def inline_regions(gm: fx.GraphModule) -> bool:
+    """Puts the operations of each region (``torch.compiler.nested_compile_region``) in the place of its call. Returns
+    whether there was one.
+
+    A region's call hides that some of its results are one tensor, or views of what it gets (``(tanh, tanh, x.t())``):
+    Inductor writes into one and reads the other (2.13), and AOTAutograd takes both for the backward's to overwrite.
+
+    Relies on ``invoke_subgraph(subgraph, identifier, *operands)``, whose first argument is a ``get_attr`` (2.13).
+    """
+    regions = gm.graph.find_nodes(op="call_function", target=torch.ops.higher_order.invoke_subgraph)
+    for call in regions:
+        inner: Any = getattr(gm, call.args[0].target)
+        inline_regions(inner)
+        operands, copies = iter(call.args[2:]), dict[fx.Node, Any]()
+        with gm.graph.inserting_before(call):
+            for node in inner.graph.nodes:
+                if node.op == "placeholder":
+                    copies[node] = next(operands)
+                elif node.op != "output":
+                    copies[node] = copied = gm.graph.node_copy(node, copies.__getitem__)
+                    if node.op == "get_attr":
+                        copied.target = f"{call.name}_{node.target}"
+                        setattr(gm, copied.target, getattr(inner, str(node.target)))
+                    else:
+                        _value_anew(copied)
+        results = fx.map_arg(inner.graph.output_node().args[0], copies.__getitem__)
+        for item in list(call.users):
+            result = results[item.args[1]]
+            for user in list(item.users):
+                swap = functools.partial(_swapped, item, result)
+                user.args, user.kwargs = fx.map_arg((user.args, user.kwargs), swap)
+            gm.graph.erase_node(item)
+        gm.graph.erase_node(call)
+    return bool(regions)
+
+
+def _swapped(old: fx.Node, new: Any, node: fx.Node) -> Any:
+    return new if node is old else node
+
+
+def _value_anew(node: fx.Node) -> None:
+    """``meta["val"]`` of an operation, from the values that it reads: it shares their storages where it is a view."""
+    from torch._guards import detect_fake_mode
+
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda used: used.meta["val"])
+    mode = detect_fake_mode([used.meta["val"] for used in node.all_input_nodes])
+    if mode is not None and isinstance(node.target, torch._ops.OpOverload):
+        with mode:
+            node.meta = {**node.meta, "val": node.target(*args, **kwargs)}
+
+
 def storage_of(node: fx.Node) -> int | None:
     """`storage_number` of a node's value, which may be fake; None: it has no storage."""
     val = node.meta.get("val")
@@ -1023,7 +1074,7 @@ def inductor_options(mode: str | None, options: Mapping[str, Any] | None, dynami
     return dict(torch._TorchCompileInductorWrapper(mode, options, dynamic).config)  # type: ignore[no-untyped-call]
 
 
-_TAG = "zc 1"  # in the key of what AOTAutograd's cache keeps of ours; another format has another number
+_TAG = "zc 2"  # in the key of what AOTAutograd's cache keeps of ours; another format has another number
 
 
 def compile_graph(

@@ -471,6 +471,40 @@ def test_inductor_on_one_graph(traced: Traced) -> None:
     assert '"user_visible_output_idxs"' in sources and '"original_output_strides"' in sources, "nobody reads them"
 
 
+@torch.compiler.nested_compile_region
+def region(x: Tensor, w: Tensor) -> Tensor:
+    return torch.tanh(x @ w)
+
+
+@contract("inline_regions", "the arguments of invoke_subgraph, or that a region returns what its backward reads")
+def test_operations_of_a_region_stand_in_its_graph() -> None:
+    graphs: list[list[object]] = []
+
+    def inner(gm: fx.GraphModule, example_inputs: list[Any], **kwargs: Any) -> Any:
+        weights = [n for n in gm.graph.find_nodes(op="placeholder") if n.meta["val"].shape == (4, 4)]
+        assert torch_private.inline_regions(gm) and not torch_private.inline_regions(gm)
+        gm.graph.lint()
+        gm.recompile()
+        graphs.append([n.target for n in gm.graph.nodes])
+        if not kwargs.get("is_backward"):
+            saved = [torch_private.storage_of(n) for n in gm.graph.output_node().all_input_nodes]
+            assert any(torch_private.storage_of(weight) in saved for weight in weights), "its view is known as one"
+        return interpret(gm)
+
+    w = torch.ones(4, 4, requires_grad=True)
+
+    def twice(x: Tensor) -> Tensor:
+        x = x + region(x, w)
+        return x + region(x, w)
+
+    compiled = torch.compile(twice, backend=lambda gm, inputs: torch_private.compile_graph(gm, inputs, inner))
+    x = torch.ones(2, 4, requires_grad=True)  # so both calls are of one region: Dynamo inlines what is called once
+    compiled(x).sum().backward()
+    wanted = torch.autograd.grad(twice(x).sum(), w)
+    torch.testing.assert_close((w.grad,), wanted)
+    assert len(graphs) == 2 and all(aten.mm.default in targets for targets in graphs)
+
+
 @contract("apply_strides", "FakeTensorProp.propagate_dont_convert_inputs or detect_fake_mode")
 def test_values_learn_of_other_strides() -> None:
     with FakeTensorMode() as mode:

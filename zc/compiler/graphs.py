@@ -52,9 +52,11 @@ Hook = Callable[[Traced], Any]  # returns a boxed callable
 def as_traced(gm: fx.GraphModule, example_inputs: Sequence[Any], kwargs: dict[str, Any]) -> Traced:
     """From the arguments that AOTAutograd calls its inner compiler with."""
     is_backward = bool(kwargs.get("is_backward"))
+    had_regions = torch_private.inline_regions(gm)
     if is_backward:
         torch_private.apply_strides(gm, example_inputs)
-    mark_storages(gm.graph, torch_private.take_donated_inputs() if is_backward else ())
+    donated = torch_private.take_donated_inputs() if is_backward else ()
+    mark_storages(gm.graph, () if had_regions else donated)  # the forward's regions may have saved a weight's view
     # it is Inductor's default; as an argument it would be part of the cache's key
     kwargs = {key: item for key, item in kwargs.items() if key != "get_decomp_fn"}
     return Traced(gm, kwargs, tuple(torch_private.written_inputs()), tuple(torch_private.returned_inputs()))
