@@ -138,8 +138,7 @@ class _Planner:
             self._bring_now(k)
             other = self.other[k]
             if other != _NEVER:
-                self._bring(other, {*use, *self.uses[other]}, partly=True)
-                self._move(other, use)
+                self._bring(other, {*use, *self.uses[other]})
             self._prefetch(k)
             reads = tuple(self._extent(self.live[b]) for b in use)
             pieces.append(Piece(tuple(self.frees), tuple(self.gathers), reads))
@@ -158,45 +157,26 @@ class _Planner:
 
     def _bring_now(self, k: int) -> None:
         use = self.uses[k]
-        if self._bring(k, set(use), partly=False):
+        if self._bring(k, set(use)):
             return
         self._free([b for b in use if b in self.live])
         for number, bucket in enumerate(use):
             self._gather(bucket, sum(self.size[b] for b in use[:number]))
 
-    def _bring(self, k: int, pinned: set[int], *, partly: bool) -> bool:
+    def _bring(self, k: int, pinned: set[int]) -> bool:
         """Gathers what use ``k`` reads and the arena lacks, and frees nothing that is ``pinned``. False: not all of it
-        has room; with ``partly``, some of it may be gathered then."""
+        has room, and nothing has changed."""
         missing = sorted((b for b in self.uses[k] if b not in self.live), key=lambda b: -self.size[b])
         if not missing:
             return True
         before = self._state()
         if sum(self._place(b, k, pinned) for b in missing) == len(missing):
             return True
-        after = self._state()
         self._restore(before)
         places = self._packed(missing, [self.live[b] for b in pinned if b in self.live])
-        if places is None and partly:
-            self._restore(after)
         for bucket, start in places or ():
             self._gather(bucket, start)
         return places is not None
-
-    def _move(self, k: int, present: tuple[int, ...]) -> None:
-        """Gathers again, at another place, a bucket that use ``k`` reads and that leaves no room for the use after
-        ``k``."""
-        new = {extent.bucket for extent in self.gathers}
-        for b in self.uses[k]:
-            if b not in self.live or b in present or b in new or self._leaves_room(b, k, self.live[b][0]):
-                continue
-            before = self._state()
-            self._free([b])
-            choices = self._choices(self.size[b], {*present, *self.uses[k]})
-            start = next((at for at in choices if self._leaves_room(b, k, at)), None)
-            if start is None:
-                self._restore(before)
-            else:
-                self._gather(b, start)
 
     def _state(self) -> _State:
         return dict(self.live), list(self.order), list(self.frees), list(self.gathers), self.ahead
@@ -216,17 +196,13 @@ class _Planner:
     # --- where ---
 
     def _place(self, bucket: int, k: int, pinned: set[int] | None) -> bool:
-        """Gathers a bucket for use ``k`` at the first of its `_choices` that leaves room for the use after ``k``; if
-        none does, at the first one. False: there is no choice."""
-        chosen = None
-        for start in self._choices(self.size[bucket], pinned):
-            chosen = start if chosen is None else chosen
-            if self._leaves_room(bucket, k, start):
-                chosen = start
-                break
-        if chosen is not None:
-            self._gather(bucket, chosen)
-        return chosen is not None
+        """Gathers a bucket for use ``k`` at the first of its `_choices` that leaves room for the use after ``k``. False:
+        none does."""
+        choices = self._choices(self.size[bucket], pinned)
+        start = next((at for at in choices if self._leaves_room(bucket, k, at)), None)
+        if start is not None:
+            self._gather(bucket, start)
+        return start is not None
 
     def _choices(self, size: int, pinned: set[int] | None) -> Iterator[int]:
         """Where ``size`` bytes could start, the best place first: in the smallest hole, then in place of buckets that
