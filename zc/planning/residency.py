@@ -196,8 +196,8 @@ class _Planner:
     # --- where ---
 
     def _place(self, bucket: int, k: int, pinned: set[int] | None) -> bool:
-        """Gathers a bucket for use ``k`` at the first of its `_choices` that leaves room for the use after ``k``. False:
-        none does."""
+        """Gathers a bucket for use ``k`` at the first of its `_choices` that leaves room for the use after ``k``.
+        False: none does."""
         choices = self._choices(self.size[bucket], pinned)
         start = next((at for at in choices if self._leaves_room(bucket, k, at)), None)
         if start is not None:
