@@ -426,6 +426,13 @@ def test_an_unknown_command_is_an_error(monkeypatch: pytest.MonkeyPatch, capsys:
     assert "no command 'dif'" in capsys.readouterr().out
 
 
+def test_a_report_without_a_folder_is_refused_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It ran to its end, and then raised FileNotFoundError."""
+    with pytest.raises(SystemExit, match="2"):
+        command.run(["script.py:make", "--ranks", "1", "--json", str(tmp_path / "missing" / "report.json")])
+    assert f"there is no folder {tmp_path / 'missing'}. Make it first" in capsys.readouterr().err
+
+
 def test_the_command_starts_ranks_by_itself() -> None:
     """docs/examples/check.py, as its first line says."""
     example = Path("docs/examples/check.py")

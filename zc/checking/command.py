@@ -48,6 +48,8 @@ def run(arguments: Sequence[str]) -> int:
         parser.error(f"{args.target} names no function: write script.py:make")
     if args.ranks < 1:
         parser.error(f"--ranks must be at least 1, got {args.ranks}")
+    if args.json is not None and os.environ.get("RANK", "0") == "0" and not args.json.absolute().parent.is_dir():
+        parser.error(f"--json {args.json}: there is no folder {args.json.parent}. Make it first: the report comes last")
     if "WORLD_SIZE" not in os.environ and args.ranks > 1:
         return _start(args.ranks, arguments)
     with _process_group():
