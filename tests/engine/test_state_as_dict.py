@@ -80,4 +80,6 @@ def test_a_state_of_another_shape_is_refused_by_name() -> None:
         for write in (optimizer.state[param].update, lambda items: optimizer.state.__setitem__(param, items)):
             with pytest.raises(zc.ZcError, match=r"'momentum_buffer' of 0.weight was given .* have \(\d+, 16\)"):
                 write(wrong)
+    with pytest.raises(TypeError):
+        optimizer.state[param] = None
     assert plain(optimizer.state[param]) == before

@@ -110,9 +110,9 @@ class StateView(MutableMapping[Any, Any]):
         if name is None:
             self.owner.local.state[key] = value
             return
+        items = dict(value)
         if value is self._held.get(name):
             return
-        items = dict(value)
         self._check_shapes(name, items)
         self._let_go(name)
         self._keep(name, {})
