@@ -285,9 +285,9 @@ class StateView(MutableMapping[Any, Any]):
         view._noted, view._with_gradient, view._trials = self._noted, self._with_gradient, self._trials
         view._counted, view._num_counted, view._num_updates = self._counted, self._num_counted, self._num_updates
         self.clear()
-        kept = SimpleNamespace(name_of=lambda key: None, local=SimpleNamespace(state=past), slices={},
-                               optimizer=SimpleNamespace(param_groups=[]))  # fmt: skip
-        self._owner = lambda: kept
+        stand_in = SimpleNamespace(name_of=lambda key: None, local=SimpleNamespace(state=past), slices={},
+                                   optimizer=SimpleNamespace(param_groups=[]))  # fmt: skip
+        self._owner = lambda: stand_in
         for key, item in given.items():
             view[key] = item
         return view
