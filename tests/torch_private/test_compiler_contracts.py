@@ -479,16 +479,19 @@ def region(x: Tensor, w: Tensor) -> Tensor:
 @contract("inline_regions", "the arguments of invoke_subgraph, or that a region returns what its backward reads")
 def test_operations_of_a_region_stand_in_its_graph() -> None:
     graphs: list[list[object]] = []
+    tanh = aten.tanh.default
 
     def inner(gm: fx.GraphModule, example_inputs: list[Any], **kwargs: Any) -> Any:
-        weights = [n for n in gm.graph.find_nodes(op="placeholder") if n.meta["val"].shape == (4, 4)]
         assert torch_private.inline_regions(gm) and not torch_private.inline_regions(gm)
         gm.graph.lint()
         gm.recompile()
         graphs.append([n.target for n in gm.graph.nodes])
         if not kwargs.get("is_backward"):
-            saved = [torch_private.storage_of(n) for n in gm.graph.output_node().all_input_nodes]
-            assert any(torch_private.storage_of(weight) in saved for weight in weights), "its view is known as one"
+            saved = gm.graph.output_node().all_input_nodes
+            given, made = gm.graph.find_nodes(op="placeholder"), gm.graph.find_nodes(op="call_function", target=tanh)
+            storages, own, of_calls = ({torch_private.storage_of(n) for n in nodes} for nodes in (saved, given, made))
+            assert own <= storages, "views of what it gets are known as such"
+            assert len(of_calls) == 2, "each call has values of its own"
         return interpret(gm)
 
     w = torch.ones(4, 4, requires_grad=True)
