@@ -63,7 +63,7 @@ class ShardedGrad(ShardedValue):
 
 _IS_GONE = "the gradient of {} was set to None (zero_grad) or assigned since: take param.grad anew, or clone it before"
 _MOST_ASKED = 64
-EARLY = (
+_EARLY = (
     "{} inside no_sync: under DDP each rank has gradients of its own there, and zc has their mean over ranks, so the "
     "weights would be others. Clip and step outside of no_sync, after the last microbatch; with Accelerate, clip under "
     "`if accelerator.sync_gradients:`. Local SGD needs DistributedDataParallel"
@@ -176,15 +176,18 @@ class GradShards:
                 "Is the model inside a DistributedDataParallel? Leave that out"
             )
 
+    def refuse_early(self, what: str) -> None:
+        """Raises ZcError inside no_sync, on all ranks of several."""
+        if not self.runtime.is_boundary and self.runtime.plan.num_ranks > 1:
+            raise ZcError(_EARLY.format(what))
+
     def refuse_early_write(self, func: Any, operands: Sequence[Any], name: str) -> None:
         """Raises ZcError inside no_sync, on all ranks, where a write to the gradient of ``name`` makes another mean
         than the same write to each rank's own gradient, which is what DDP has there. Clipping does."""
-        if self.runtime.is_boundary or self.runtime.plan.num_ranks == 1:
-            return
         tensors = [item for item in operands if isinstance(item, Tensor)]
         is_of_all = any(isinstance(item, ShardedValue) or not item.dim() for item in tensors)
         if is_of_all or func.overloadpacket.__name__.rstrip("_") not in _OF_EACH_RANK:
-            raise ZcError(EARLY.format(f"{func.overloadpacket.__name__} of the gradient of {name}"))
+            self.refuse_early(f"{func.overloadpacket.__name__} of the gradient of {name}")
 
     def forget_numbers(self) -> None:
         """The gradients may have changed: norms and the like are computed anew."""
@@ -227,8 +230,7 @@ class GradShards:
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """See `zc.clip_grad_norm_`."""
-        if not self.runtime.is_boundary and self.runtime.plan.num_ranks > 1:
-            raise ZcError(EARLY.format("zc.clip_grad_norm_"))
+        self.refuse_early("zc.clip_grad_norm_")
         self.runtime.finish_gradients()
         norm: Tensor = torch.linalg.vector_norm(self._all(GRADIENT, Reduction("norm")))
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_

@@ -35,7 +35,7 @@ from zc.engine.memory_order import change_each, flattened, in_shape, is_cut
 from zc.errors import PlanError, ZcError
 from zc.optim.assignment import is_known
 from zc.optim.class_methods import candidates, may_zero, mentions, on_slices
-from zc.optim.grad_shards import EARLY, GradShards, ShardedGrad
+from zc.optim.grad_shards import GradShards, ShardedGrad
 from zc.optim.local import REPLACED, second_object, with_zero_grad
 from zc.optim.param_writes import ParamWrites
 from zc.optim.sharded_value import ShardedValue
@@ -514,8 +514,7 @@ class ShardedOptimizer:
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         self.refuse_other_methods()
-        if not self.runtime.is_boundary and self.runtime.plan.num_ranks > 1:
-            raise ZcError(EARLY.format(f"{type(self.optimizer).__name__}.step()"))
+        self.grad_shards.refuse_early(f"{type(self.optimizer).__name__}.step()")
         self.publish_rest()
         self.grad_shards.unscaled.discard(self.number)
         self._check_places("before step()")
