@@ -26,6 +26,7 @@ from training_runs import message_of
 
 import zc
 from zc import durable
+from zc.checkpoint import save_load
 from zc.checkpoint.files import Reader, Writer
 from zc.checkpoint.folders import Unfinished
 from zc.checkpoint.saving import Call, channel_of
@@ -129,11 +130,22 @@ def _at_once(rank: int, world_size: int, path: Path) -> None:
         with contextlib.suppress(zc.RankMismatchError):  # where ranks' threads come in two orders
             zc.save(path / name, model, optimizer)
 
+    inside, most, finish = list[str](), list[int](), save_load.finish_pending
+
+    def slow(*args: Any) -> None:
+        inside.append("a save")
+        time.sleep(0.1)  # where the others would come in
+        most.append(len(inside))
+        inside.pop()
+        finish(*args)
+
     threads = [threading.Thread(target=save, args=(str(k),)) for k in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with patch.object(save_load, "finish_pending", slow):
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert most == [1, 1, 1]
     zc.save(path / "next", model, optimizer)
 
 
