@@ -72,6 +72,17 @@ def test_a_default_is_set_where_there_is_none(both: list[Optimizers]) -> None:
     assert states[0] == states[1]
 
 
+def test_what_is_written_into_a_replaced_state_stays_there(both: list[Optimizers]) -> None:
+    """Of each: the state that was replaced, which the caller writes to, and the one in its place."""
+    states = []
+    for params, optimizer in both:
+        replaced = optimizer.state[params[0]]
+        optimizer.state[params[0]] = {"momentum_buffer": torch.ones_like(params[0])}
+        replaced["momentum_buffer"] = torch.zeros_like(params[0])
+        states.append([plain(replaced), plain(optimizer.state[params[0]])])
+    assert states[0] == states[1]
+
+
 def test_a_state_of_another_shape_is_refused_by_name() -> None:
     """The step raised torch's error, which names no parameter, and on a rank whose slice had that shape it did not."""
     (param, *_), optimizer = trained(is_zc=True, updates=1)
