@@ -359,7 +359,7 @@ class Announcement:
         label = text if text == BOUNDARY else f"{num_cleared}: {text}"
         kind = {BOUNDARY: 2, END: 1}.get(text, 0)
         head = _HEAD.pack(zlib.crc32(label.encode()), past, sums, grads, num_cleared, kind)
-        self.number, self._row = number, bytearray(head + totals + flags)
+        self.number, self._row = number, head + totals + flags
         self._at_flags = len(head) + len(totals)
         self._kind = {BOUNDARY: "at the boundary", END: "at its end"}.get(text, "inside")
         self._waits = waits  # only the thread that issues schedules adds to it
@@ -370,9 +370,8 @@ class Announcement:
         self.num_started = 0
         # The exchange fills the rows of all ranks until `_work` is done. Then both threads read them.
         self._rows = bytearray(group.world_size * len(self._row))
-        sent, received = (torch.frombuffer(buffer, dtype=torch.uint8) for buffer in (self._row, self._rows))
         # The issuing thread and that of a stream may both wait for it, and then set it to None.
-        self._work: Work | None = group.gather_on_host(received, sent, text)
+        self._work: Work | None = group.gather_on_host(self._rows, self._row, text)
 
     def may_reduce(self, *, starts: bool = False) -> bool:
         """`zc.engine.operations.MayReduce`."""
@@ -406,7 +405,7 @@ class Announcement:
         """
         size, (start, stop) = len(self._row), _NUM_CLEARED
         if self.is_equal(_NUM_CLEARED) and self.is_equal((self._at_flags, size)):
-            return bytes(self._row[self._at_flags :])
+            return self._row[self._at_flags :]
         rows = (self._rows[at : at + size] for at in range(0, len(self._rows), size))
         counts = [row[_IS_END] == 2 or row[start:stop] == self._row[start:stop] for row in rows]
         flags = torch.frombuffer(self._rows, dtype=torch.uint8).view(-1, size)[:, self._at_flags :]

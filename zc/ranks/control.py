@@ -73,8 +73,8 @@ class Neighbours(Protocol):
     ) -> tuple[Step, ...]:
         """received[r] <- the tensor that rank r sends to this one."""
 
-    def gather_rows(self, out: Tensor, row: Tensor) -> tuple[Step, ...]:
-        """out [ranks of the host * n] <- every rank's row [n], uint8."""
+    def gather_rows(self, rows: bytearray, row: bytes) -> tuple[Step, ...]:
+        """``rows``, [ranks of the host * n] bytes <- every rank's ``row`` of n."""
 
     def reduce_(self, kind: int, value: Tensor, add: Callable[[Tensor, Tensor], Tensor]) -> tuple[Step, ...]:
         """``value``, small <- all ranks' values, combined in rank order."""
@@ -362,17 +362,20 @@ class Control(Exchanges):
         self._work(text, *steps).wait()
         return [int(value) for value in tensor]
 
-    def gather_on_host(self, out: Tensor, row: Tensor, text: str) -> Work:
-        """out [W * n] <- every rank's row [n], uint8, in host memory. Asynchronous. ``text`` names it in errors.
+    def gather_on_host(self, rows: bytearray, row: bytes, text: str) -> Work:
+        """``rows``, [W * n] bytes <- every rank's ``row`` of n. Asynchronous. ``text`` names it in errors.
 
         Messages use an all-to-all of copies of the row, since gloo posts all of it at once. Its all_gather is a ring,
         whose W - 1 hops follow one another (gloo/allgather.cc, alltoall.cc).
         """
         neighbours = self._all_on_this_host
         if neighbours is not None:
-            return self._work(text, *neighbours.gather_rows(out, row))
-        # lifetime of the copies: the work holds them
-        work = self._post(dist.all_to_all_single, out, row.repeat(self.world_size), group=self.control, async_op=True)
+            return self._work(text, *neighbours.gather_rows(rows, row))
+        # lifetime: the work holds the tensors, and these the bytes
+        sent, received = (
+            torch.frombuffer(each, dtype=torch.uint8) for each in (bytearray(row * self.world_size), rows)
+        )
+        work = self._post(dist.all_to_all_single, received, sent, group=self.control, async_op=True)
         if self._process_groups is not None and work is not None:
             self._process_groups.record_collective(self.control, work)
         return self._work(text, collective(work))

@@ -307,45 +307,37 @@ class Neighbours:
 
         return self.await_full(kind, index, places), read, self.await_free(kind, index)
 
-    def gather_rows(self, out: Tensor, row: Tensor) -> tuple[Step, ...]:
-        """out [ranks of the host * n] <- every rank's row [n], uint8. The k-th call on one rank matches the k-th on the
-        others."""
+    def gather_rows(self, rows: bytearray, row: bytes) -> tuple[Step, ...]:
+        """``rows``, [ranks of the host * n] bytes <- every rank's ``row`` of n. The k-th call on one rank matches the
+        k-th on the others."""
         self._num_rows += 1
-        number, payloads = self._num_rows, dict[int, bytes]()
-        self._send(_key(ROW, 0, number), row)
+        key, payloads = _key(ROW, 0, self._num_rows), {self.rank: row}
+        for peer in self.peers:
+            self.links.send(peer, key, row)
 
-        def copy(seconds: float | None) -> bool:
-            for rank, place in zip(self.ranks, out.view(len(self.ranks), -1), strict=True):
-                place.copy_(row if rank == self.rank else _tensor(payloads[rank], row))
-            self.links.drop(range(_key(ROW, 0, 0), _key(ROW, 0, number)))
+        def join(seconds: float | None) -> bool:
+            rows[:] = b"".join(payloads[rank] for rank in self.ranks)
+            self.links.drop(range(_key(ROW, 0, 0), key))
             return True
 
-        return self._from_all(_key(ROW, 0, number), row.nbytes, payloads), copy
+        return self._from_all(key, len(row), payloads), join
 
     def reduce_(self, kind: int, value: Tensor, add: Callable[[Tensor, Tensor], Tensor]) -> tuple[Step, ...]:
         """``value``, small <- all ranks' values, combined in rank order: the same bits on all."""
-        key, payloads = _key(VALUES, kind, value.numel()), dict[int, bytes]()
-        self._send(key, value)
+        own = bytes(value.detach().contiguous().view(-1).view(torch.uint8).numpy())
+        key, payloads = _key(VALUES, kind, value.numel()), {self.rank: own}
+        for peer in self.peers:
+            self.links.send(peer, key, own)
 
         def combine(seconds: float | None) -> bool:
-            local = value.clone()
-            values = (local if rank == self.rank else _tensor(payloads[rank], local) for rank in self.ranks)
-            value.copy_(functools.reduce(add, values))
+            values = (torch.frombuffer(bytearray(payloads[rank]), dtype=value.dtype) for rank in self.ranks)
+            value.copy_(functools.reduce(add, values).view(value.shape))
             return True
 
         return self._from_all(key, value.nbytes, payloads), combine
 
-    def _send(self, key: int, tensor: Tensor) -> None:
-        payload = bytes(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy())
-        for peer in self.peers:
-            self.links.send(peer, key, payload)
-
     def close(self) -> None:
         self.links.close()
-
-
-def _tensor(payload: bytes, like: Tensor) -> Tensor:
-    return torch.frombuffer(bytearray(payload), dtype=like.dtype).view(like.shape)
 
 
 _PIECE = 32 * 1024  # bytes of a message per packet; well below what a socket takes at once (net.core.wmem_default)
