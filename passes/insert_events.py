@@ -72,11 +72,6 @@ def _record_carried(graph: fx.Graph, shared: frozenset[Buffer], timeline: Timeli
             put(graph, RecordEvent(carried_event(buffer)), stream=buffer.carrier)
 
 
-def with_prefix(prefix: str) -> Pass:
-    """`PASS` for a schedule that runs piece by piece between others of its streams, whose events have other names."""
-    return PASS._replace(run=lambda graph, plan: run(graph, plan, prefix))
-
-
 PASS = Pass("insert_events", run, requires=frozenset({"streams"}), provides=frozenset({"events"}))
 
 

@@ -52,12 +52,8 @@ def pipeline(*, in_place: bool, prove: bool = True, windows: bool = False) -> tu
     return scheduling(*passes, outline_segments.PASS, prove=prove, parts=PARTS)
 
 
-def forward_pipeline(*, prove: bool = True) -> tuple[Pass, ...]:
-    """The passes over a forward graph whose weights come while it reads them."""
-    return scheduling(window_weights.PASS, outline_segments.PASS, prove=prove, parts=PARTS)
-
-
 def pipelines(*, in_place: bool, prove: bool, windows: bool) -> Pipelines:
     """See `pipeline`."""
     backward = pipeline(in_place=in_place, prove=prove, windows=windows)
-    return Pipelines(backward, forward_pipeline(prove=prove), offload_gradients.landing_graph, PARTS)
+    forward = scheduling(window_weights.PASS, outline_segments.PASS, prove=prove, parts=PARTS)
+    return Pipelines(backward, forward, offload_gradients.landing_graph, PARTS)

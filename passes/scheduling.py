@@ -15,6 +15,7 @@ several hops, what the ranks of a host read of each other's memory has a stream 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from torch import fx
 
@@ -47,6 +48,8 @@ PASS = Pass("place_on_streams", run, provides=frozenset({"streams"}))
 
 def scheduling(*first: Pass, prove: bool, prefix: str = "e", parts: Sequence[Part] = ()) -> tuple[Pass, ...]:
     """The passes ``first``, and those that make a schedule of their result. ``prove``: verify it; ``prefix``: of the
-    names of its events; ``parts``: of the proof, that features bring."""
-    passes = (*first, PASS, insert_events.with_prefix(prefix))
-    return (*passes, verify.with_parts(parts)) if prove else passes
+    names of its events, which are others where it runs piece by piece between schedules of its streams; ``parts``: of
+    the proof, that features bring."""
+    events = insert_events.PASS._replace(run=partial(insert_events.run, prefix=prefix))
+    proof = verify.PASS._replace(run=partial(verify.run, parts=parts))
+    return (*first, PASS, events, *([proof] if prove else []))

@@ -33,7 +33,6 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
 from torch import fx
@@ -205,11 +204,6 @@ def run(graph: fx.Graph, plan: Plan, parts: Sequence[Part] = ()) -> fx.Graph:
 
 
 PASS = Pass("verify", run, requires=frozenset({"events"}))
-
-
-def with_parts(parts: Sequence[Part]) -> Pass:
-    """The same, with the parts of the proof that features bring."""
-    return PASS._replace(run=partial(run, parts=parts))
 
 
 Clock = tuple[list[int], int]  # positions by stream, bits of carried events

@@ -57,7 +57,7 @@ class Noting:
         self.note("receive", peer, key)
         return b"\0" if nbytes == 1 else neighbours._PLACE.pack(0, 4 * NUMEL)
 
-    def read(self, out: torch.Tensor, pid: int, address: int) -> None:
+    def read_into(self, out: int, pid: int, address: int, nbytes: int) -> None:
         self.note("read", pid)
 
     def write(self, buffer: torch.Tensor, number: int) -> None:
@@ -82,9 +82,8 @@ def reduce(group: Group, buffer: torch.Tensor, out: torch.Tensor) -> None:
     start = group.rank * NUMEL // num_ranks
     offers = Offers(group)
     with offers.offering(REDUCE, 0, buffer) as places:
-        offers.neighbours.rows(
-            buffer, start, start + NUMEL // num_ranks, places, lambda rows, a, b: out[:, a:b].copy_(rows)
-        )
+        for rows, first, stop in offers.neighbours.rows(buffer, start, start + NUMEL // num_ranks, places):
+            out[:, first:stop] = rows
 
 
 def gather(group: Group, buffer: torch.Tensor, out: torch.Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import random
 import threading
@@ -91,11 +92,11 @@ class Scripted(Noting):
         self.script.end()
         return payload
 
-    def read(self, out: torch.Tensor, pid: int, address: int) -> None:
-        super().read(out, pid, address)
-        whole_buffer = self.script.buffers[pid]
-        start = (address - whole_buffer.data_ptr()) // 4
-        out.copy_(whole_buffer[start : start + out.numel()].view(out.shape))
+    def read_into(self, out: int, pid: int, address: int, nbytes: int) -> None:
+        super().read_into(out, pid, address, nbytes)
+        theirs = self.script.buffers[pid]
+        assert theirs.data_ptr() <= address and address + nbytes <= theirs.data_ptr() + theirs.nbytes
+        ctypes.memmove(out, address, nbytes)
         self.script.end()
 
     def write(self, buffer: torch.Tensor, number: int) -> None:

@@ -133,4 +133,4 @@ def test_what_differs_in_size_is_no_read() -> None:
     with pytest.raises(RuntimeError, match="rank 4 has closed its connection"):
         there.links.receive(0, 9, 4, 15)
     with pytest.raises(OSError, match="process 4194304 can't be read"):
-        reader.read(taken, 4194304, sent.data_ptr())
+        reader.read_into(taken.data_ptr(), 4194304, sent.data_ptr(), taken.nbytes)

@@ -33,12 +33,12 @@ class Seen:
 
     def operator(self, name: str, args: Any, result: Any) -> None:
         if not name.startswith(("c10d::", "_c10d_functional::")):
-            tensors = (leaf for leaf in leaves(result) if isinstance(leaf, Tensor))
+            tensors = (leaf for _, leaf in leaves(result) if isinstance(leaf, Tensor))
             self.dtypes.update(each.dtype for each in tensors if each.is_floating_point())
             return
         short = name.partition("::")[2].strip("_")
         self.collectives[short] += 1
-        for leaf in leaves(args) if torch.is_grad_enabled() else ():
+        for _, leaf in leaves(args) if torch.is_grad_enabled() else ():
             # one that carries gradients is called by an autograd.Function, in which they are off
             if isinstance(leaf, Tensor) and leaf.requires_grad:
                 self.lost.setdefault(short, f"a tensor of shape {tuple(leaf.shape)}")

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from zc.errors import PlanError
 from zc.optim.assignment import given_in
+from zc.optim.trials import leaves
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
@@ -64,19 +65,10 @@ def unpacked(data: bytes, device: torch.device) -> list[Any]:
     return [_map(batch, _Sent, lambda sent: sent.tensor.to(device)) for batch in batches]
 
 
-def leaves(value: Any) -> list[Any]:
-    """What nested dicts, lists and tuples hold, in order."""
-    if isinstance(value, Mapping):
-        return [leaf for key in value for leaf in leaves(value[key])]
-    if isinstance(value, (list, tuple)):
-        return [leaf for item in value for leaf in leaves(item)]
-    return [value]
-
-
 def digest(value: Any) -> str:
     """Equal for equal values: of tensors all bytes, of anything else what pickle makes of it."""
     total = hashlib.sha256()
-    for leaf in leaves(value):
+    for _, leaf in leaves(value):
         if isinstance(leaf, Tensor):
             total.update(f"{leaf.dtype} {tuple(leaf.shape)}".encode())
             total.update(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())

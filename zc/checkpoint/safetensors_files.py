@@ -326,20 +326,18 @@ def _header(path: Path) -> dict[str, StoredTensor]:
 
 def _copy(stored: StoredTensor, target: Owned | Tensor) -> None:
     """This rank's elements."""
-    if isinstance(target, Tensor):
-        flat = torch.empty(stored.shape, dtype=stored.dtype).view(-1)
-        for at, piece in stored.read(0, flat.numel()):
-            flat[at : at + piece.numel()] = piece
-        target.detach().copy_(flat.view(stored.shape))
-        return
-    if target.slice is None or not target.numel:
-        return
-    out = flattened(target.slice.detach(), target.slot)
-    if target.slot.order is None:
-        for at, piece in stored.read(target.start, target.start + target.numel):
-            out[at : at + piece.numel()].copy_(piece)
-        return
-    whole = torch.empty(stored.shape, dtype=stored.dtype)  # the rank's elements lie apart in the file
+    if isinstance(target, Owned):
+        if target.slice is None or not target.numel:
+            return
+        if target.slot.order is None:
+            out = flattened(target.slice.detach(), target.slot)
+            for at, piece in stored.read(target.start, target.start + target.numel):
+                out[at : at + piece.numel()].copy_(piece)
+            return
+    whole = torch.empty(stored.shape, dtype=stored.dtype)  # or the rank's elements lie apart in the file
     for at, piece in stored.read(0, whole.numel()):
         whole.view(-1)[at : at + piece.numel()] = piece
-    target.write(target.part_of(whole))
+    if isinstance(target, Owned):
+        target.write(target.part_of(whole))
+    else:
+        target.detach().copy_(whole)

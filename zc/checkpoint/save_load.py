@@ -32,6 +32,7 @@ from zc.checkpoint.plain_state import from_plain
 from zc.checkpoint.saving import Saving, channel_of, checkpoint_errors, finish_pending
 from zc.checkpoint.state import for_dcp, host_copy, state_of, synchronized
 from zc.checkpoint.target import check_groups, check_values, commit, make_target
+from zc.engine.memory_order import values_in
 from zc.errors import CheckpointError
 from zc.optim.assignment import Optimizers
 from zc.registry import sharded
@@ -226,7 +227,4 @@ def _encoded(extra: Mapping[str, Any] | None) -> Tensor:
 
 def _nbytes(value: Any) -> int:
     """The size of the whole checkpoint, without the files' own overhead."""
-    if isinstance(value, Tensor):
-        return value.numel() * value.dtype.itemsize
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return sum(map(_nbytes, items))
+    return sum(item.numel() * item.dtype.itemsize for _, item in values_in(None, value) if isinstance(item, Tensor))

@@ -33,6 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from zc import torch_private
+from zc.engine.core import Part
 from zc.errors import RankMismatchError
 from zc.ranks.exchanges import Work
 
@@ -52,13 +53,13 @@ def has_buffers(model: nn.Module, own: Collection[str]) -> bool:
     return any(buffer.numel() for name, buffer in model.named_buffers() if name not in own)
 
 
-class BufferSync:
+class BufferSync(Part):
     """For one model on one rank. Create it when all ranks have the same buffers; the runtime keeps it. ``own``: names
     of those that each rank keeps."""
 
     def __init__(self, model: nn.Module, runtime: Runtime, own: Collection[str]) -> None:
-        self._own = own
-        self._model, self._runtime = weakref.ref(model), weakref.ref(runtime)
+        super().__init__(runtime)
+        self._own, self._model = own, weakref.ref(model)
         runtime.buffer_sync = self
         self._shapes = {name: (tuple(b.shape), b.dtype) for name, b in model.named_buffers()}
         self._is_due = False  # whether DDP would broadcast before the next forward
@@ -72,35 +73,31 @@ class BufferSync:
         self._sent: list[tuple[Work, list[Tensor]]] = []  # messages of rank 0 and their tensors, until they arrive
 
     def before_forward(self) -> None:
-        runtime = self._runtime()
-        if runtime is None:
+        core = self._core()
+        if core is None:
             return
         if self._is_first and self._was_due and (written := self._written()):
             self._is_due = True
-            self._exchange(runtime, is_last=False, written=written)
+            self._exchange(is_last=False, written=written)
         elif self._is_due and not self._has_ended:
-            self._exchange(runtime, is_last=False)
+            self._exchange(is_last=False)
         self._is_first = False
-        self._is_due = torch.is_grad_enabled() and runtime.is_boundary
+        self._is_due = torch.is_grad_enabled() and core.is_boundary
         self._has_trained |= torch.is_grad_enabled()
 
     def send_last(self) -> None:
         """Called at the boundary of an update, before rank 0 has waited for any rank."""
-        runtime = self._runtime()
-        assert runtime is not None, "the runtime calls this"
-        if runtime.group.rank == 0:
-            self._exchange(runtime, is_last=True)
+        if self.core.group.rank == 0:
+            self._exchange(is_last=True)
 
     def receive_all(self) -> None:
         """Called when all ranks are at the boundary: receives rank 0's messages up to the last one."""
-        runtime = self._runtime()
-        assert runtime is not None, "the runtime calls this"
         while not self._has_ended:
-            self._exchange(runtime, is_last=True)
+            self._exchange(is_last=True)
         for device, buffers in self._by_device().items() if self._for_whom != _NOBODY else ():
             if device.type != "cpu":  # buffers in host memory came with the message
                 packed = _pack(buffers)
-                runtime.group.broadcast_(packed)
+                self.core.group.broadcast_(packed)
                 self._take(packed, buffers)
         self._was_due = self._stays_due
         if not self._is_first or self._for_whom == _EVERY_RANK:  # else this rank's last forward was before this update
@@ -140,10 +137,10 @@ class BufferSync:
         return ((name, buffer) for name, buffer in named if name not in self._own)
 
     @torch.no_grad()
-    def _exchange(self, runtime: Runtime, *, is_last: bool, written: str = "") -> None:
+    def _exchange(self, *, is_last: bool, written: str = "") -> None:
         """Sends or receives one message of rank 0: whether it is the update's last, and buffers if DDP would send
         them. ``written``: a buffer that was written, where it is the message that follows writes."""
-        group, by_device = runtime.group, self._by_device()
+        group, by_device = self.core.group, self._by_device()
         nbytes = sum(b.nbytes for buffers in by_device.values() for b in buffers)
         for_whom = _EVERY_RANK if self._is_due else _NOBODY if self._has_trained else _WHO_HAS_TRAINED
         stays_due = self._is_due or (self._is_first and self._was_due)  # an update without a forward changes nothing
@@ -175,14 +172,12 @@ class BufferSync:
     def _compare_writes(self, written: str, *, rank_0_has_written: bool) -> None:
         """Raises RankMismatchError if this rank or rank 0 alone has written buffers before its first forward. A rank
         without one has nothing to compare."""
-        runtime = self._runtime()
         rank_0_had_none = self._has_ended and self._for_whom == _WHO_HAS_TRAINED
         if bool(written) == rank_0_has_written or rank_0_had_none or (self._is_first and not written):
             return
-        assert runtime is not None, "the runtime calls this"
-        rank = runtime.group.rank
+        rank = self.core.group.rank
         who, other = (f"rank {rank} has written {written}", 0) if written else ("rank 0 has written a buffer", rank)
-        raise runtime.group.failure(
+        raise self.core.group.failure(
             RankMismatchError,
             f"{who} between two updates, and rank {other} has written none. {_TOGETHER}",
         )

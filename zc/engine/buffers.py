@@ -7,7 +7,7 @@ the ``zero_grad`` that sets gradients to None, the others always::
                                      (stage 3: nothing; parameters have bytes while they are read)
     weight        S * param_dtype    stage 3: this rank's shard of the weights; also the master, if as wide
     frozen        S * param_dtype    stage 3, or shard_frozen: this rank's shard of the frozen parameters
-    arena         Plan.nbytes_arena  there: gathered weights, at most, while a forward or backward runs
+    arena         weight_cap         there: gathered weights, at most, while a forward or backward runs
     master_shard  S * acc_dtype      only where param_dtype is narrower than acc_dtype; for an optimizer that reads
                                      whole parameters, the parameters that this rank owns (`zc.planning.layout`)
     acc           S (stage 2) or P (stage 1) * acc_dtype

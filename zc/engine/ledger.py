@@ -189,11 +189,6 @@ class Clock:
         self._phases: list[tuple[str, Any]] = []
         self._exposed_s: float | None = None
 
-    @property
-    def needs_names(self) -> bool:
-        """Whether schedules run with the names of their operations: for a clocked step or a profiler."""
-        return self.is_on or torch_private.is_profiling()
-
     def end_step(self, num_graphs: int, exposed_s: float | None = None) -> None:
         """Called between two updates."""
         if self.is_on:

@@ -282,8 +282,7 @@ class Operations:
             self._replaced = [(TARGETS[kind].__name__, kind in (Reduce, Take), do) for kind, do in instead.items()]
         run = copy.copy(self)
         for name, starts, other in self._replaced:
-            choose = _start_if_agreed if starts else _if_agreed
-            setattr(run, name, choose(may_reduce, getattr(self, name), other))
+            setattr(run, name, _if_agreed(may_reduce, starts, getattr(self, name), other))
         return run
 
     def on_buckets(self, buckets: Collection[int]) -> Operations:
@@ -336,12 +335,11 @@ def _if_among(buckets: Collection[int], operation: Function, bucket: int, *args:
     return operation(bucket, *args, **kwargs) if bucket in buckets else None
 
 
-def _if_agreed(may_reduce: MayReduce, operation: Function, other: Function) -> Function:
-    return lambda *args, **kwargs: (operation if may_reduce() else other)(*args, **kwargs)
+def _if_agreed(may_reduce: MayReduce, starts: bool, operation: Function, other: Function) -> Function:
+    """``starts``: its first hop, which schedules do not name, is the start of a reduction."""
 
+    def run(*args: Any, **kwargs: Any) -> Any:
+        agreed = may_reduce(starts=starts and not kwargs.get("hop"))
+        return (operation if agreed else other)(*args, **kwargs)
 
-def _start_if_agreed(may_reduce: MayReduce, operation: Function, other: Function) -> Function:
-    def start(bucket: int, dst: str, src: str, hop: int = 0) -> Any:
-        return (operation if may_reduce(starts=hop == 0) else other)(bucket, dst, src, hop=hop)
-
-    return start
+    return run

@@ -1,4 +1,4 @@
-"""The protocol of streams, and its two implementations: threads for CPUs, and torch's streams and events for whatever
+"""Streams, and their two kinds: threads for CPUs, and torch's streams and events for whatever
 accelerator there is.
 
 A stream runs its tasks in order. Only an event, recorded on one stream and waited for on another, orders two streams.
@@ -18,7 +18,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Event, Stream
@@ -30,45 +30,56 @@ from zc.schedule.buffer import COMM, HOST, MAIN
 Task = Callable[[], object]
 
 
-class Streams(Protocol):
+class Streams:
     """The streams that schedules run on. As in CUDA, a wait for an event that was never recorded does nothing."""
 
     clock: Clock
 
     def run_on(self, stream: str, task: Task) -> None:
         """Issues ``task`` on ``stream``."""
+        raise NotImplementedError
 
     def record(self, event: str, stream: str) -> None:
         """Records ``event`` after all tasks issued on ``stream`` so far."""
+        raise NotImplementedError
 
     def wait(self, event: str, stream: str) -> None:
         """Makes later tasks of ``stream`` start after the latest record of ``event``."""
+        raise NotImplementedError
 
     def error_before(self, event: str) -> str | None:
         """The error because of which tasks before the latest record of ``event`` did not run; None: the host knows of
-        none. It stays after it has been raised."""
+        none. It stays after it has been raised. On a device the issuing thread raises the errors of tasks, and the
+        device's end the process."""
+        return None
 
     def join_main(self) -> None:
         """Makes the main stream wait for all tasks issued on other streams."""
+        raise NotImplementedError
 
     def synchronize(self) -> None:
         """Makes the host wait for all tasks, and raises the first error of any stream."""
+        raise NotImplementedError
 
     def mark(self) -> object:
         """Marks the work issued so far on the caller's current stream, for `hand_to_main`. None: main runs after it
-        anyway."""
+        anyway, as where a thread has finished what it has issued."""
+        return None
 
-    def hand_to_main(self, tensors: Iterable[object], marks: Iterable[object] = ()) -> None:
+    def hand_to_main(self, tensors: Iterable[object], marks: Iterable[Any] = ()) -> None:
         """Makes the caller's current stream the main stream, after all work issued on the previous one and after
         ``marks``. Main may use ``tensors`` (an entry may be None) or free them: no other stream reuses their memory
-        before main is done."""
+        before main is done. Threads need nothing: a task refers to its tensors until it has run, and malloc knows no
+        streams."""
 
     def record_streams(self, memory: Iterable[list[torch.Tensor]]) -> None:
         """The caller is about to free these tensors, which all streams may use: their memory is reused only after the
-        tasks issued so far. The garbage collector calls it, in any thread, so it issues nothing."""
+        tasks issued so far. The garbage collector calls it, in any thread, so it issues nothing. Threads need nothing,
+        as in `hand_to_main`."""
 
     def close(self) -> None:
-        """Ends what the streams have started, such as threads, after their last task."""
+        """Ends what the streams have started, such as threads, after their last task. A device's streams and events end
+        with this object."""
 
 
 class Lane:
@@ -149,7 +160,7 @@ _REACHED = _Fence()  # each record on the main stream, whose tasks the issuing t
 _REACHED.reach()
 
 
-class ThreadStreams:
+class ThreadStreams(Streams):
     """CPU streams: the main stream is the thread that issues schedules, and every other one is a worker thread, made
     when first used. Only the issuing thread calls the methods, `record_streams` excepted.
 
@@ -209,16 +220,6 @@ class ThreadStreams:
     def synchronize(self) -> None:
         self.join_main()
 
-    def mark(self) -> object:
-        """None: a thread has finished the work that it has issued."""
-        return None
-
-    def hand_to_main(self, tensors: Iterable[object], marks: Iterable[object] = ()) -> None:
-        """Does nothing: a task refers to its tensors until it has run, and malloc knows no streams."""
-
-    def record_streams(self, memory: Iterable[list[torch.Tensor]]) -> None:
-        """Does nothing, as `hand_to_main`."""
-
     def close(self) -> None:
         """Ends the threads after their last task. If nobody calls it, they end with this object or with the
         process."""
@@ -251,7 +252,7 @@ def make_streams(device: torch.device) -> Streams:
     return DeviceStreams(device)
 
 
-class DeviceStreams:
+class DeviceStreams(Streams):
     """The main stream is the current stream where the schedule runs, for instance in autograd's device thread. Others
     are made when first used. Only comm has high priority, so that a reduction's kernels do not queue behind compute.
 
@@ -273,7 +274,7 @@ class DeviceStreams:
         self._events: dict[str, Event] = {}
         self._last_main: Stream | None = None
 
-    def run_on(self, stream: str, task: Callable[[], object]) -> None:
+    def run_on(self, stream: str, task: Task) -> None:
         if stream == HOST:
             with torch.no_grad():
                 task()
@@ -297,10 +298,6 @@ class DeviceStreams:
             self._events[event].synchronize()
         elif event in self._events:
             self._stream(stream).wait_event(self._events[event])
-
-    def error_before(self, event: str) -> str | None:
-        """None: the issuing thread raises the errors of tasks, and the device's end the process."""
-        return None
 
     def join_main(self) -> None:
         for name in list(self._sides):
@@ -330,9 +327,6 @@ class DeviceStreams:
             if tensor.device.type == self._device.type:
                 for stream in streams:
                     tensor.record_stream(stream)  # the allocator records events when it frees, or after a capture
-
-    def close(self) -> None:
-        """Does nothing: streams and events end with this object."""
 
     def _stream(self, name: str) -> Stream:
         if name == MAIN:

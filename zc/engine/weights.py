@@ -172,11 +172,6 @@ class Weights(Part):
         """Whether all parameters are whole until the program says otherwise."""
         return True
 
-    @property
-    def is_held_whole(self) -> bool:
-        """Whether the program is inside `unsharded`, which has shards to write at its end."""
-        return False
-
     def unsharded(self) -> AbstractContextManager[None]:
         """All parameters are whole inside, and what was written into them goes to the shards at the end."""
         return nullcontext()

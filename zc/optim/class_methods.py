@@ -22,6 +22,7 @@ from zc.optim.trials import (
     Updated,
     cut_matrix,
     difference,
+    joined_parts,
     leaves,
     same_state,
     small_data,
@@ -149,13 +150,8 @@ def _try(
         if any(difference(a.elementwise(), b.elementwise()) is not None for a, b in zip(together, again, strict=True)):
             return None  # it draws random numbers
         if block is not None:
-            whole = together[0].elementwise()
-            joined = {
-                key: torch.cat([part.elementwise()[key].view(-1) for part in apart])
-                for key in whole
-                if all(key in part.elementwise() for part in apart)
-            }
-            is_same = difference({k: v.view(-1) for k, v in whole.items() if k in joined}, joined, close) is None
+            whole = {key: value.view(-1) for key, value in together[0].elementwise().items()}
+            is_same = difference(whole, joined_parts([part.elementwise() for part in apart]), close) is None
         else:
             pairs = zip(together, apart, strict=True)
             is_same = all(difference(a.elementwise(), b.elementwise(), close) is None for a, b in pairs)

@@ -73,12 +73,8 @@ def check_elementwise(optimizer: Optimizer, block: int, device: torch.device) ->
                     f"{where} is not elementwise: it updates a matrix {(ROWS, columns)} and refuses elements "
                     f"[{part.start}, {part.stop}) of it ({type(error).__name__}: {error}). Take the declaration away"
                 ) from error
-        joined = {
-            key: torch.cat([outcome[key].view(-1) for outcome in outcomes])
-            for key in whole
-            if all(key in outcome for outcome in outcomes)
-        }
-        key = difference({k: v.view(-1) for k, v in whole.items() if k in joined}, joined)
+        joined = joined_parts(outcomes)
+        key = difference({k: v.view(-1) for k, v in whole.items()}, joined)
         if key is not None:
             what = f"the state {key!r}" if key else "the new weights"
             at = (whole[key].view(-1) - joined[key]).abs().argmax()
@@ -490,6 +486,12 @@ def _is_close(one: Tensor, other: Tensor, close: float, is_change: bool = False)
     largest = max(float(one.abs().max()), float(other.abs().max())) if one.numel() else 0.0
     rounding = 1e-6 * 0.1 if is_change else 0.0  # a change of weights of at most 0.1, stored in fp32
     return bool(torch.isclose(one, other, rtol=0.0, atol=close * largest + rounding, equal_nan=True).all())
+
+
+def joined_parts(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """One after the other, 1-D, what all parts of a parameter have."""
+    common = (key for key in parts[0] if all(key in part for part in parts))
+    return {key: torch.cat([part[key].view(-1) for part in parts]) for key in common}
 
 
 def leaves(state: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from zc.planning.plan import NUM_HOST_SUMS, Bucket, Encoding, Plan
+from zc.planning.plan import NUM_HOST_SUMS, Bucket, Encoding, Into, Plan, encoded_rows
 
 # In the order of reports; the optimizer's state is its own, and only estimates have it
 KINDS = (
@@ -102,22 +102,37 @@ def shared(plan: Plan, rank: int | None) -> list[Room]:
     buckets = plan.buckets
     if not buckets:
         return []
-    rooms = [Room("scratch", 1, max(map(plan.nbytes_scratch, buckets)), Lifetime.GRADIENTS)]
-    host_sum = max(plan.numel_host_sum(b) * b.net_dtype.itemsize for b in buckets)
-    rooms.append(Room("host_sum", NUM_HOST_SUMS, host_sum, Lifetime.GRADIENTS))
-    sums = [hop.nbytes_sum(bucket) for hop in plan.hops for bucket in buckets]
-    rooms.append(Room("sum", 1, max(sums, default=0), Lifetime.REDUCTION))  # one: these hops follow each other on comm
+    of_hops = [(hop, bucket) for hop in plan.hops for bucket in buckets]
+    # one scratch, and one sum: the hops that need one follow each other on comm
+    scratch = max((hop.nbytes_scratch(plan, bucket) for hop, bucket in of_hops), default=0)
+    rooms = [Room("scratch", 1, scratch, Lifetime.GRADIENTS)]
+    sums = [hop.numel_sum(b) * b.net_dtype.itemsize for hop, b in of_hops if hop.into is Into.HOST_SUM]
+    rooms.append(Room("host_sum", NUM_HOST_SUMS, max(sums, default=0), Lifetime.GRADIENTS))
+    sums = [hop.nbytes_sum(bucket) for hop, bucket in of_hops]
+    rooms.append(Room("sum", 1, max(sums, default=0), Lifetime.REDUCTION))
     if plan.placement.shards_gradients:
         largest = max(b.numel * b.reduce_dtype.itemsize for b in buckets)
         rooms.append(Room("flat_grad", min(plan.num_buffers, len(buckets)), largest, Lifetime.GRADIENTS))
-    rooms.append(Room("arena", 1, plan.nbytes_arena if plan.sharded else 0, Lifetime.READS))
-    rooms.append(Room("update", 1, max(map(plan.nbytes_update, buckets))))
-    rooms.append(Room("staging", plan.num_staging, max(map(plan.nbytes_staging, buckets))))
+    arena = min(plan.weight_cap, sum(b.nbytes_gathered for b in plan.sharded))
+    rooms.append(Room("arena", 1, arena, Lifetime.READS))
+    if plan.gather_encoding is not None:  # the encoded differences that a gather brings together
+        rows = [row for bucket in buckets for row in encoded_rows(plan, bucket, plan.gather_encoding)]
+        rooms.append(Room("update", 1, max(map(sum, rows))))
+    rooms.append(Room("staging", plan.num_staging, max(_nbytes_staging(plan, bucket) for bucket in buckets)))
     rooms = [room for room in rooms if room.num and room.nbytes]
     casts = [_most_owned(b, rank) * b.param_dtype.itemsize for b in buckets if b.has_master]
     if casts and plan.num_staging:  # also on a rank that owns nothing, where programs are the same
         rooms.append(Room("param", plan.num_staging, max(casts), on_host=True))
     return rooms
+
+
+def _nbytes_staging(plan: Plan, bucket: Bucket) -> int:
+    """A bucket's gradient, or in stage 3 the whole parameters of one rank."""
+    gradient = plan.numel_on_host(bucket) * bucket.acc_dtype.itemsize
+    if not (plan.placement.shards_weights and plan.spreads(bucket)):
+        return gradient
+    longest = max((stop - start for start, stop in bucket.layout.runs.values()), default=0)
+    return max(gradient, longest * bucket.param_dtype.itemsize)
 
 
 def _most_owned(bucket: Bucket, rank: int | None) -> int:

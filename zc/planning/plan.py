@@ -325,22 +325,10 @@ class Plan:
         """How each reduction travels between ranks."""
         return hops_to_reduce(self)
 
-    def numel_host_sum(self, bucket: Bucket) -> int:
-        """Elements of a ``host_sum``; 0 without one."""
-        return max((hop.numel_sum(bucket) for hop in self.hops if hop.into is Into.HOST_SUM), default=0)
-
-    def nbytes_scratch(self, bucket: Bucket) -> int:
-        """Bytes that a reduction of this bucket needs beside what it sends and its sum, at one time."""
-        return max((hop.nbytes_scratch(self, bucket) for hop in self.hops), default=0)
-
     def encodes_gathers(self, bucket: Bucket) -> bool:
         """Whether this bucket's weights travel encoded, after an update or while they are read: in a scratch buffer,
         ``update``."""
         return any(hop.way is Way.ENCODED for hop in hops_to_gather(self, bucket))
-
-    def nbytes_update(self, bucket: Bucket) -> int:
-        """Bytes of the encoded differences that a gather of this bucket brings together; 0 if it travels as it is."""
-        return 0 if self.gather_encoding is None else max(map(sum, encoded_rows(self, bucket, self.gather_encoding)))
 
     def weights_buffer(self, bucket: int) -> str:
         """The name of the weights that an update writes, in a schedule. It is flat_param[bucket], or another one if the
@@ -355,11 +343,6 @@ class Plan:
         if self.weight_nbytes is not None:
             return self.weight_nbytes
         return 2 * max((b.nbytes_gathered for b in self.sharded), default=0)
-
-    @cached_property
-    def nbytes_arena(self) -> int:
-        """The most bytes that the buffer of gathered weights has: `weight_cap`, or room for all sharded buckets."""
-        return min(self.weight_cap, sum(b.nbytes_gathered for b in self.sharded))
 
     def without(self, names: Collection[str]) -> Plan:
         """The plan after these parameters have left it, without frozen buckets that are empty then. Buckets that train
@@ -387,14 +370,6 @@ class Plan:
     def spreads(self, bucket: Bucket) -> bool:
         """Whether ranks send the whole parameters that they have updated to the shards in which they lie."""
         return bucket.layout.owners is not None and self.world_size > 1
-
-    def nbytes_staging(self, bucket: Bucket) -> int:
-        """Bytes of a staging buffer for this bucket: its gradient, or in stage 3 the whole parameters of one rank."""
-        gradient = self.numel_on_host(bucket) * bucket.acc_dtype.itemsize
-        if not (self.placement.shards_weights and self.spreads(bucket)):
-            return gradient
-        longest = max((stop - start for start, stop in bucket.layout.runs.values()), default=0)
-        return max(gradient, longest * bucket.param_dtype.itemsize)
 
     def numel_on_host(self, bucket: Bucket) -> int:
         """Elements of ``host[b]`` and of a staging buffer: P where a partial sum lives in host memory, else S."""

@@ -95,11 +95,10 @@ class Memory(Route):
         self._offers = Offers(ranks)
 
     def reduce(self, bucket: Bucket, sent: Tensor, total: Sum) -> None:
-        def use(rows: Tensor, start: int, stop: int) -> None:
-            add_rows(total._replace(out=total.out[start:stop]), rows, bucket)
-
+        own = bucket.layout.net_range(self._offers.neighbours.rank)
         with self._offers.offering(REDUCE, bucket.index, sent) as places:
-            self._offers.neighbours.rows(sent, *bucket.layout.net_range(self._offers.neighbours.rank), places, use)
+            for rows, start, stop in self._offers.neighbours.rows(sent, *own, places):
+                add_rows(total._replace(out=total.out[start:stop]), rows, bucket)
 
     def gather(self, bucket: Bucket, whole: Tensor, shard: Tensor, scratch: Tensor | None, base: Tensor | None) -> None:
         with self._offers.offering(GATHER, bucket.index, shard) as places:
@@ -171,8 +170,6 @@ FULL, FREE, ROW, VALUES = range(4)  # what a message is for
 _INDEX_BITS, _NUM_NUMBERS = 20, 2**28  # of a signal's key: its index, and how many numbers there are
 _CHUNK_NBYTES = 2**20  # of all ranks' rows that are summed at once, so that they stay in a core's own cache
 _REFUSED = (errno.EPERM, errno.EACCES, errno.ENOSYS)  # by the kernel, whatever the address
-
-Use = Callable[[Tensor, int, int], None]
 
 
 def _key(message: int, kind: int, index: int) -> int:
@@ -259,7 +256,7 @@ class Neighbours:
             theirs, own = self.numbers[peer], self.numbers[self.rank]
             raise RuntimeError(f"rank {theirs} offers {nbytes} bytes, and rank {own} expects {wanted}")
         try:
-            self._reader.read(out, self._pids[peer], address + start)
+            self._reader.read_into(out.data_ptr(), self._pids[peer], address + start, out.nbytes)
         except OSError as error:
             text = f"the memory of rank {self.numbers[peer]} can't be read by rank {self.numbers[self.rank]}: {error}"
             if error.errno not in _REFUSED:  # it was killed after its signal
@@ -272,9 +269,12 @@ class Neighbours:
             lost = RankLostError(text) if self.journal is None else self.journal.fail(RankLostError, text)
             raise lost from error
 
-    def rows(self, local: Tensor, start: int, stop: int, places: Mapping[int, bytes], use: Use) -> None:
+    def rows(
+        self, local: Tensor, start: int, stop: int, places: Mapping[int, bytes]
+    ) -> Iterator[tuple[Tensor, int, int]]:
         """Reads elements [start, stop) of every rank's data, as rows in rank order, n at a time; ``local`` is this
-        rank's. Calls ``use(rows [ranks of the host, n], at, at + n)`` with ``at`` counted from ``start``."""
+        rank's. Yields rows [ranks of the host, n], and which elements these are, counted from ``start``. The next ones
+        take their memory."""
         size, count = local.element_size(), len(self.ranks)
         step = max(1024, _CHUNK_NBYTES // (size * count))
         scratch = torch.empty(min(step, stop - start) * count, dtype=local.dtype, device="cpu")
@@ -286,7 +286,7 @@ class Neighbours:
                     rows[k] = local[at:end]
                 else:
                     self.read(rows[k], rank, places[rank], at * size, of=local.nbytes)
-            use(rows, at - start, end - start)
+            yield rows, at - start, end - start
 
     # --- whole exchanges ---
 
@@ -569,11 +569,6 @@ class Reader:
                 raise OSError(number, f"process {pid} can't be read: {os.strerror(number)}")
             done += count
 
-    def read(self, out: Tensor, pid: int, address: int) -> None:
-        """As `read_into`, into a contiguous tensor in host memory."""
-        if out.numel():
-            self.read_into(out.data_ptr(), pid, address, out.nbytes)
-
 
 _TOKEN_NBYTES = 16
 
@@ -660,7 +655,7 @@ def _connect(
         links = Links(listener.connect(rank, addresses))
         for peer, address in addresses.items() if reads_memory else ():
             token = torch.zeros(_TOKEN_NBYTES, dtype=torch.uint8, device="cpu")
-            reader.read(token, address.pid, others[peer].token_address)
+            reader.read_into(token.data_ptr(), address.pid, others[peer].token_address, token.nbytes)
             if bytes(token.numpy()) != others[peer].token:
                 raise OSError(f"process {address.pid} is not rank {peer} (another PID namespace)")
     except OSError as error:

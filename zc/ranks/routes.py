@@ -39,7 +39,7 @@ class Route:
     """One hop. All ranks call the same methods in the same order; each class has those that its hops need.
 
     ``sent`` [P], or a part of it: this rank's gradients, or a sum of some ranks'. ``scratch``: bytes, as many as
-    `Hop.nbytes_scratch` or `Plan.nbytes_update` say. ``whole``: a bucket's weights, or a part of them.
+    `Hop.nbytes_scratch` or `zc.planning.allocations` say. ``whole``: a bucket's weights, or a part of them.
     """
 
     def reduce(self, bucket: Bucket, sent: Tensor, total: Sum) -> None:

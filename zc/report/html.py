@@ -6,7 +6,7 @@ Its timelines are drawn as one SVG element each: one lane per stream, all to one
 3 a band shows the bytes of gathered weights, and a line the bytes that they may have (weight_nbytes).
 
 It uses no charting library: those that fit into one file take megabytes and draw neither lanes nor waits between them.
-Colors are CSS classes, which the page or the picture defines for light and dark (`STYLE`).
+Colors are CSS classes, which the page defines for light and dark (`STYLE`).
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ svg.timeline line.cap {{ stroke: var(--ink); stroke-dasharray: 5 3; }}
 """
 
 
-def draw(timeline: Timeline, *, is_alone: bool = False) -> str:
-    """The SVG element. With ``is_alone`` it has its style and a legend inside, as a file of its own needs."""
+def draw(timeline: Timeline) -> str:
+    """The SVG element."""
     rows = {lane: k for k, lane in enumerate(lanes(timeline))}
     scale = (WIDTH - LEFT - 10) / max(timeline.stop, 1e-9)
     height = LANE * len(rows) + 24
@@ -80,9 +80,6 @@ def draw(timeline: Timeline, *, is_alone: bool = False) -> str:
     if memory and max(memory) - min(memory) >= LEAST_NBYTES:
         parts.append(_memory(timeline, scale, height))
         height += MEMORY + 20
-    if is_alone:
-        legend, added = _legend(timeline, height)
-        parts, height = [f"<style>{STYLE}</style>", *parts, legend], height + added
     return (
         f'<svg class="timeline" viewBox="0 0 {WIDTH} {height}" xmlns="http://www.w3.org/2000/svg" role="img" '
         f'aria-label="{caption(timeline)}">' + "\n".join(parts) + "</svg>\n"
@@ -183,25 +180,10 @@ def _memory(timeline: Timeline, scale: float, top: int) -> str:
     )
 
 
-def _used(timeline: Timeline) -> list[str]:
-    """The classes of color that the timeline has."""
-    used = {color_class(box) for box in timeline.boxes} | ({"wait"} if timeline.waits else set())
-    return [name for name in COLORS if name in used]
-
-
-def _legend(timeline: Timeline, top: int) -> tuple[str, int]:
-    """The legend inside a picture, and its height."""
-    used, parts = _used(timeline), []
-    for k, name in enumerate(used):
-        x, y = LEFT + (k % 3) * 350, top + (k // 3) * 20
-        parts.append(f'<rect class="{name}" x="{x}" y="{y}" width="14" height="12"/>')
-        parts.append(f'<text x="{x + 20}" y="{y + 10}">{COLORS[name][0]}</text>')
-    return "\n".join(parts), 20 * -(-len(used) // 3) + 8
-
-
 def legend(timeline: Timeline) -> str:
-    """The legend for a page."""
-    entries = (f'<span class="key {name}"></span>{COLORS[name][0]}' for name in _used(timeline))
+    """What the colors mean that the timeline has."""
+    used = {color_class(box) for box in timeline.boxes} | ({"wait"} if timeline.waits else set())
+    entries = (f'<span class="key {name}"></span>{COLORS[name][0]}' for name in COLORS if name in used)
     return f'<p class="legend">{" ".join(f"<span>{entry}</span>" for entry in entries)}</p>'
 
 

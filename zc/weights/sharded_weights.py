@@ -189,10 +189,6 @@ class ShardedWeights(Weights):
     def is_unsharded(self) -> bool:
         return self.passes.is_unsharded
 
-    @property
-    def is_held_whole(self) -> bool:
-        return self.passes.is_unsharded
-
     def units(self, *, is_wanted: bool) -> Generator[dict[str, Tensor], None, None]:
         """A unit of what is sharded is a bucket, in memory that the next but one takes. All ranks gather them together:
         before each, they tell each other whether one still wants more. A rank that leaves the loop comes here by
