@@ -7,7 +7,8 @@ from bench.report_loops import LOOPS
 
 
 def test_the_document_is_made_from_the_committed_rows() -> None:
-    assert reports.DOCUMENT.read_text() == reports.document(reports.read(reports.RESULTS)), "run python -m bench.reports --document"
+    rows = reports.read(reports.RESULTS)
+    assert reports.DOCUMENT.read_text() == reports.document(rows), "run python -m bench.reports --document"
 
 
 def test_every_loop_has_rows_of_both_systems_and_zcs_are_right() -> None:
