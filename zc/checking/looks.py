@@ -17,9 +17,10 @@ from zc.checking.differences import Allowed, distance
 from zc.checking.loop import Key, Loop, Moment, norm
 from zc.checking.reference import Grads, add_gradients, write_buffers
 from zc.checking.report import Finding
-from zc.checking.values import Randomness, digest, drawn, joined, leaves, map_tensors
+from zc.checking.values import Randomness, digest, drawn, joined, map_tensors
 from zc.errors import PlanError, some
 from zc.optim.assignment import given_in
+from zc.optim.trials import leaves
 
 
 @dataclass
