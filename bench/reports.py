@@ -30,6 +30,7 @@ from rich.progress import track
 from torch import Tensor, nn
 
 from bench.measure import ROOT, launch_quietly, versions
+from bench.report.rows import read
 from bench.report_loops import LOOPS, WORLD_SIZE, Loop, MultiTask, Outcome, make_model, oracle, weights_of
 
 RESULTS, DOCUMENT = ROOT / "bench" / "results" / "reports.csv", ROOT / "docs" / "reports.md"
@@ -179,13 +180,6 @@ def measured(system: str, number: int, timeout_s: float, extensions: str) -> lis
     return [{**row, "system": system, "version": version, **versions()} for row in rows]
 
 
-def read() -> list[dict[str, str]]:
-    if not RESULTS.exists():
-        return []
-    with RESULTS.open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(prog="bench.reports", description=__doc__.split("\n")[0])
     parser.add_argument("--system", choices=SYSTEMS, action="append", default=None)
@@ -200,7 +194,7 @@ def main() -> None:
     if args.worker:
         work(args.worker, LOOPS[args.loop], args.out)
         return
-    rows = read()
+    rows = read(RESULTS)
     for system in [] if args.document else args.system or list(SYSTEMS):
         if importlib.util.find_spec(system) is None:
             print(f"{system} is not installed: its rows stay as they are")

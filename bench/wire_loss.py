@@ -9,13 +9,11 @@ training loss in the first 20 updates. ``overflow``: a GradScaler begins with a 
 from __future__ import annotations
 
 import argparse
-import csv
 import datetime
 import math
 import os
 import shlex
 import statistics
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -26,6 +24,8 @@ import torch.distributed as dist
 import zc
 from bench.cases import data
 from bench.cases.models import GPT, GPTConfig
+from bench.measure import commit
+from bench.report import rows
 
 MOVED = "fp32, first weights moved by 1e-6"  # how far two runs that should be equal come apart
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -87,8 +87,6 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     corpus = data.load()
-    command = ["git", "rev-parse", "--short", "HEAD"]
-    commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
     for seed in range(args.first_seed, args.first_seed + args.seeds):
         exact: dict[str, Any] = {}
         for name in args.options:
@@ -96,7 +94,7 @@ def main() -> None:
             exact = exact or result
             first = zip(result["losses"][:FIRST], exact["losses"][:FIRST], strict=True)
             row = {
-                "date": datetime.date.today().isoformat(), "commit": commit, "torch": torch.__version__,
+                "date": datetime.date.today().isoformat(), "commit": commit(), "torch": torch.__version__,
                 "parameters": result["numel"], "ranks": dist.get_world_size(), "updates": args.updates, "seed": seed,
                 "overflow": args.overflow, "batch": args.batch, "rate": "constant" if args.constant else "cosine",
                 "options": name, "held_out_loss": f"{result['held_out']:.5f}",
@@ -106,12 +104,7 @@ def main() -> None:
             }  # fmt: skip
             if dist.get_rank() == 0:
                 print(row, flush=True)
-                is_new = not args.out.exists()
-                with args.out.open("a", newline="") as file:
-                    writer = csv.DictWriter(file, list(row))
-                    if is_new:
-                        writer.writeheader()
-                    writer.writerow(row)
+                rows.append(args.out, row, tuple(row))
     dist.destroy_process_group()
 
 

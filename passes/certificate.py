@@ -9,9 +9,7 @@ nodes of two streams that conflict the chain of order that covers them. What com
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import fx
@@ -55,11 +53,6 @@ if TYPE_CHECKING:
 
 Json = dict[str, Any]
 _END, _PROCESSOR_END = "the end", "the processor's end"  # events; no node of a graph has a space in its name
-
-
-def write(folder: Path, graph: fx.Graph, plan: Plan) -> None:
-    """Writes ``certificate.json``."""
-    (folder / "certificate.json").write_text(json.dumps(certificate(graph, plan), indent=1) + "\n")
 
 
 def certificate(graph: fx.Graph, plan: Plan) -> Json:

@@ -77,7 +77,7 @@ def fill(runtime: Runtime, buckets: Sequence[Bucket], unset: Collection[str] = (
             param.data = in_shape(torch_private.own_storage(place), slot)
         buffers.remember_shard(bucket)
     buffers.add_staging()
-    runtime.weights.open_shards()
+    runtime.accumulators.open_shards()
     if buffers.note is not None:
         runtime.say_once(buffers.note)
 

@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from inline_streams import Delayed
 from models import mean_square, mlp, vectors
 from torch import nn
 from training_runs import adamw
 
 import zc.api
-from zc.engine.streams import Task, ThreadStreams
+from zc.engine.streams import Task
 from zc.schedule.buffer import COMM, MAIN
 from zc.weights.overlapped import OverlappedWeights
 
@@ -21,7 +22,7 @@ LATE = 0.02  # seconds before each bucket's gather
 VERY_LATE = 0.07  # where a single read has to come before the last one
 
 
-class Late(ThreadStreams):
+class Late(Delayed):
     """``seconds`` go by before each bucket's gather while ``is_late``."""
 
     def __init__(self, seconds: float) -> None:
@@ -30,7 +31,7 @@ class Late(ThreadStreams):
 
     def run_on(self, stream: str, task: Task) -> None:
         is_next = self.is_late and stream == COMM and self._is_next
-        self._delays = {COMM: self._seconds} if is_next else {}
+        self.delays = {COMM: self._seconds} if is_next else {}
         self._is_next = self._is_next and not is_next
         super().run_on(stream, task)
 

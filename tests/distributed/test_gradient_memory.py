@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from harness import run_cases, run_ranks
+from inline_streams import Delayed
 from models import Heads, mean_square, mlp, seeded, vectors
 from torch import Tensor, nn
 from training_runs import adamw
@@ -18,7 +19,6 @@ from training_runs import adamw
 import zc
 import zc.api
 import zc.engine.buffers
-from zc.engine.streams import ThreadStreams
 from zc.errors import ZcError
 from zc.schedule.buffer import COMM
 
@@ -43,7 +43,7 @@ def _weights(rank: int, value: int, **options: Any) -> list[Tensor]:
     torch._dynamo.reset()
     torch.manual_seed(0)
     model: nn.Module = Heads(DIM, TASKS)
-    late = ThreadStreams({COMM: 0.003})
+    late = Delayed({COMM: 0.003})
     with _full_of(value), mock.patch.object(zc.api, "make_streams", return_value=late):
         model, optimizer = zc.compile(model, adamw(model), bucket_nbytes=BUCKET, **options)
         for step in range(3):

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from harness import run_cases, run_ranks
+from inline_streams import Delayed
 from models import Heads, mean_square, mlp, seeded, vectors
 from oracle import weights, worst
 from tiers import FULL
@@ -17,7 +18,6 @@ from torch.nn.parallel import DistributedDataParallel
 import zc
 from zc.engine.buffers import Acc
 from zc.engine.operations import TABLE
-from zc.engine.streams import ThreadStreams
 from zc.schedule.buffer import COPY, HOST
 from zc.schedule.spec import CopyToDevice, CopyToHost
 
@@ -107,7 +107,7 @@ def bitwise(
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         model, optimizer = zc.compile(model, optimizer, backend=backend, bucket_nbytes=5000, **choice)
         sharded = zc.registry.sharded(model)
-        sharded.runtime.streams = sharded.runtime.deposits.streams = ThreadStreams(slow)
+        sharded.runtime.streams = sharded.runtime.deposits.streams = Delayed(slow)
         for step in range(3):
             for m in range(2):  # not declared
                 mean_square(model, vectors(32)(rank, step, m)).backward()

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 from harness import run_ranks
+from inline_streams import Delayed
 from models import seeded
 from tiers import COMPILED, FULL
 from torch import Tensor, nn
 
 import zc
-from zc.engine.streams import ThreadStreams
 from zc.registry import sharded
 from zc.schedule.buffer import COMM, COPY, HOST
 
@@ -127,7 +127,7 @@ def late(rank: int, world_size: int, delays: list[dict[str, float]]) -> list[str
         options = {"stage": 3, "offload": "cpu", "param_dtype": torch.bfloat16, "backend": COMPILED}
         net, optimizer = compiled("AdamW", options)
         runtime = sharded(net).runtime
-        runtime.streams = runtime.deposits.streams = ThreadStreams(slow)
+        runtime.streams = runtime.deposits.streams = Delayed(slow)
         result = train(net, optimizer, rank, 4), zc.full_state_dict(net)
         first = first or list(result)
         different += [f"{slow}: {name}" for name in differing(result[1], first[1])]

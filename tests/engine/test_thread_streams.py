@@ -12,6 +12,7 @@ import adversary
 import pytest
 import torch
 from adversary import Values
+from inline_streams import Delayed
 from schedules import SHAPES, make, schedule
 from simulation import Simulation, same
 from torch import Tensor
@@ -26,7 +27,7 @@ def run_on_threads(shape: str, delays: dict[str, float]) -> dict[str, Tensor]:
     plan = make(3, ring=2)
     graph = schedule(shape, plan)
     counts = {str(n.args[0]): len(results(n)) for n in steps(graph) if isinstance(op_of(n), Segment)}
-    streams = ThreadStreams(delays)
+    streams = Delayed(delays)
     sim = Simulation(plan, streams, counts)
     for _ in range(2):
         names = [n.name for n in graph.nodes if n.op == "placeholder"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,9 +17,10 @@ from zc.checking.differences import Allowed, distance
 from zc.checking.loop import Key, Loop, Moment, norm
 from zc.checking.reference import Grads, add_gradients, write_buffers
 from zc.checking.report import Finding
-from zc.checking.values import Randomness, digest, drawn, joined, leaves, map_tensors
+from zc.checking.values import Randomness, digest, drawn, joined, map_tensors
 from zc.errors import PlanError, some
 from zc.optim.assignment import given_in
+from zc.optim.trials import leaves
 
 
 @dataclass
@@ -61,18 +63,20 @@ class Scratch:
         self.loop, self.model = loop, model
         self._generators = Randomness(loop.device)
 
-    def try_batch(self, batch: Any, *, backward: bool = True, seen: Seen | None = None) -> tuple[float, Grads]:
-        """The loss and the gradients, with this rank's random numbers from the start."""
+    def try_batch(
+        self, batch: Any, *, backward: bool = True, seen: Seen | None = None, compiled: Any = None
+    ) -> tuple[float, Grads]:
+        """The loss and the gradients, with this rank's random numbers from the start. ``compiled``: the model, to be
+        called in its place, which else runs op by op."""
         buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         self._generators.set(self.loop.random[self.loop.rank])
         grads: Grads = {}
+        stance = torch.compiler.set_stance("force_eager") if compiled is None else nullcontext()
         try:
-            with torch.compiler.set_stance("force_eager"):
-                if seen is None:
-                    loss = self.loop.loss(self.model, map_tensors(batch, torch.clone))
-                else:
-                    with torch_private.seeing_operators(seen.operator):
-                        loss = self.loop.loss(self.model, map_tensors(batch, torch.clone))
+            with stance:
+                with nullcontext() if seen is None else torch_private.seeing_operators(seen.operator):
+                    loss = self.loop.loss(self.model if compiled is None else compiled, map_tensors(batch, torch.clone))
+                if seen is not None:
                     seen.drawn = drawn(self.loop.random[self.loop.rank], self._generators.get())
                 if backward:
                     loss.backward()  # type: ignore[no-untyped-call]
@@ -328,21 +332,13 @@ def of_numbers(trace: Sequence[Moment]) -> list[Finding]:
 
 def compiled_differs(loop: Loop, scratch: Scratch, allowed: Allowed, backend: str) -> bool:
     """Whether torch.compile alone, without zc, differs as well from op by op, on this rank's first batch."""
-    batch, grads = loop.batch(loop.rank, 0, 0), Grads()
+    batch = loop.batch(loop.rank, 0, 0)
     loss, wanted = scratch.try_batch(batch)
-    generators, buffers = Randomness(loop.device), {n: b.clone() for n, b in scratch.model.named_buffers()}
-    generators.set(loop.random[loop.rank])
     taken = ("mode", "options", "dynamic", "fullgraph")
     own = {name: value for name, value in loop.options_for(backend).items() if name in taken}
-    compiled: Any = torch.compile(scratch.model, backend=backend, **own)
-    try:
-        value = loop.loss(compiled, map_tensors(batch, torch.clone))
-        value.backward()  # type: ignore[no-untyped-call]
-    finally:
-        write_buffers(scratch.model, buffers)
-        add_gradients(scratch.model, grads)
+    value, grads = scratch.try_batch(batch, compiled=torch.compile(scratch.model, backend=backend, **own))
     key = Key("loss", "microbatch 0", loop.rank)
-    if distance(float(value.detach()), loss) > allowed.limits[0][key]:
+    if distance(value, loss) > allowed.limits[0][key]:
         return True
     limits = {key.name: limit * loop.world_size for key, limit in allowed.limits[0].items() if key.kind == "gradient"}
     return any(distance(grads.get(name), grad) > limits[name] for name, grad in wanted.items())

@@ -154,9 +154,6 @@ class CompiledGraph(ABC):
         assert self.block is not None
         return self.block.member_of([args[position] for position in self._own_inputs])
 
-    def num_variants(self, member: str | None) -> int:
-        return sum(other == member for other, _ in self._programs)
-
     def get(self, member: str | None, variant: Hashable) -> Program:
         if self._num_left != self.runtime.num_left:  # a slot that they name may have lost its parameter
             self._programs.clear()
@@ -384,7 +381,8 @@ class CompiledBackward(CompiledGraph):
         seen = torch_private.needed_by_autograd({name: runtime.params[name] for name in names})
         visible = frozenset(names[name] for name in seen | runtime.summed_by_autograd.intersection(names))
         variant = self._variant(visible, keeps_graph)
-        if (member, variant) not in self._programs and self.num_variants(member) >= MAX_PROGRAMS - 2:
+        num_variants = sum(other == member for other, _ in self._programs)
+        if (member, variant) not in self._programs and num_variants >= MAX_PROGRAMS - 2:
             variant = self._variant(every, keeps_graph)
             runtime.say_once(
                 f"a backward graph met more than {MAX_PROGRAMS - 2} sets of parameters with hooks, or of inputs of "

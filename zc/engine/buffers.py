@@ -167,10 +167,6 @@ class Buffers:
         """The sharded buckets that have been added, by number."""
         return [*range(len(self.weight)), *range(FIRST_FROZEN, FIRST_FROZEN + len(self.frozen))]
 
-    def has_own_master(self, bucket: Bucket) -> bool:
-        """Whether the masters have memory of their own, apart from the parameters (stage 3: from this rank's shard)."""
-        return has_own_master(self.plan, bucket)
-
     def weight_part(self, bucket: Bucket, slot: Slot) -> tuple[Tensor, slice]:
         """This rank's elements of a sharded parameter, and which elements of the slot they are."""
         inside, elements = bucket.layout.shard_part(slot, self.rank)
@@ -178,7 +174,7 @@ class Buffers:
 
     def master_part(self, bucket: Bucket, slot: Slot) -> tuple[Tensor, slice] | None:
         """The same of the masters, if they have memory of their own."""
-        if bucket.is_frozen or not self.has_own_master(bucket):
+        if bucket.is_frozen or not has_own_master(self.plan, bucket):
             return None
         inside, elements = bucket.layout.owned_part(slot, self.rank)
         return self.master_shard[bucket.index].detach()[inside], elements
@@ -355,7 +351,8 @@ class Buffers:
     def nbytes(self) -> dict[str, int]:
         """Bytes on this rank while it has gradients, by kind, each storage once. What lives as long as the plan is
         measured; `zc.planning.allocations` says the rest."""
-        own = (m for m, b in zip(self.master_shard, self.plan.buckets, strict=True) if self.has_own_master(b))
+        both = zip(self.master_shard, self.plan.buckets, strict=True)
+        own = (master for master, bucket in both if has_own_master(self.plan, bucket))
         lasting = {
             "flat_param": self.flat_param, "weight": self.weight, "frozen": self.frozen, "master_shard": list(own),
             "published": self.published, "host": self.host, "update": self._update, "staging": self._staging,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,8 +13,8 @@ from torch.profiler import record_function
 
 from zc import torch_private
 from zc.engine.streams import Streams
-from zc.passes import certificate
 from zc.passes.base import Pass, run_passes
+from zc.passes.certificate import certificate
 from zc.planning.plan import Plan
 from zc.schedule import codegen, spec
 from zc.schedule.nodes import ops as ops_in
@@ -115,7 +116,8 @@ def build(
             assert compile_segment is not None
             operations.segments[op.key] = compile_segment(node.meta["segment"])
     if dump_dir is not None:
-        (Path(dump_dir) / name / "schedule.py").write_text(codegen.generate(scheduled))
+        folder = Path(dump_dir, name)
+        (folder / "schedule.py").write_text(codegen.generate(scheduled))
         if "verify" in seconds:
-            certificate.write(Path(dump_dir) / name, scheduled, plan)
+            (folder / "certificate.json").write_text(json.dumps(certificate(scheduled, plan), indent=1) + "\n")
     return Program(name, scheduled, plan, codegen.load(scheduled), operations, seconds)

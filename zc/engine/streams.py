@@ -14,10 +14,9 @@ from __future__ import annotations
 import atexit
 import queue
 import threading
-import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -163,13 +162,10 @@ _REACHED.reach()
 class ThreadStreams(Streams):
     """CPU streams: the main stream is the thread that issues schedules, and every other one is a worker thread, made
     when first used. Only the issuing thread calls the methods, `record_streams` excepted.
-
-    ``delays``: seconds that a stream sleeps before each of its tasks. Tests use it to make each stream late in turn.
     """
 
-    def __init__(self, delays: Mapping[str, float] | None = None) -> None:
+    def __init__(self) -> None:
         self.clock = Clock(torch.device("cpu"))
-        self._delays = dict(delays or {})
         # Only the issuing thread uses these two. A lane gets its tasks, and nothing else.
         self._lanes = _Lanes()
         self._fences: dict[str, tuple[str, _Fence]] = {}  # event -> stream and latest record
@@ -177,8 +173,6 @@ class ThreadStreams(Streams):
         self.on_error: Callable[[], object] = lambda: None  # called before the error of a lane is raised
 
     def run_on(self, stream: str, task: Task) -> None:
-        if stream in self._delays:
-            task = _delayed(task, self._delays[stream])
         if stream == MAIN:
             task()
         else:
@@ -235,14 +229,6 @@ class ThreadStreams(Streams):
             lane.error = None
             self.on_error()
             raise error
-
-
-def _delayed(task: Task, seconds: float) -> Task:
-    def late() -> object:
-        time.sleep(seconds)
-        return task()
-
-    return late
 
 
 def make_streams(device: torch.device) -> Streams:

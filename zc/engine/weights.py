@@ -251,9 +251,6 @@ class Weights(Part):
         params = [param for index in buckets for _, param in core.params_in(plan.bucket(index))]
         torch.autograd.graph.increment_version(params)
 
-    def open_shards(self) -> None:
-        """The shards have their values: all ranks may read them."""
-
     def watch(self) -> None:
         """Called at the end of a step. Reads of new weights wait from then on, where these may be on their way."""
 

@@ -297,7 +297,7 @@ class ShardedWeights(Weights):
         """The shards of ``buckets`` have their new values: all ranks may gather them."""
         core = self.core
         self.managed.update = None
-        self.open_shards()
+        core.accumulators.open_shards()
         self.passes.end_update()
         self.whole.end_update()
         frozen = [bucket.index for bucket in core.plan.frozen if bucket.index in self.whole.buckets]
@@ -339,9 +339,6 @@ class ShardedWeights(Weights):
         self.whole.refuse_others()
         self.core.accumulators.close_shards()
         self.whole.adopt()
-        self.open_shards()
-
-    def open_shards(self) -> None:
         self.core.accumulators.open_shards()
 
     def unshard(self) -> None:
