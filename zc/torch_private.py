@@ -1262,6 +1262,14 @@ def input_index(desc: Any) -> int | None:
     return int(desc.idx) if isinstance(desc, PlainAOTInput) else None
 
 
+def is_float_buffer(value: Any) -> bool:
+    """Whether an input of the backend call is a tensor of floating point that a module has and that is no parameter.
+
+    Relies on Dynamo's mark of tensors that it finds on modules: ``tensor._dynamo_static_input_type`` (2.11 to 2.15)."""
+    is_own = isinstance(value, torch.Tensor) and hasattr(value, "_dynamo_static_input_type")
+    return is_own and value.is_floating_point() and not isinstance(value, torch.nn.Parameter)
+
+
 def grad_of_index(desc: Any) -> int | None:
     """Of which input an output of the backward graph (``output.meta["desc"][i]``) is the gradient.
     (``GradAOTOutput(grad_of=PlainAOTInput(idx))``, torch >= 2.9.)"""

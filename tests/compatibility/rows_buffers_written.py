@@ -87,6 +87,19 @@ class Cache(nn.Module):
         return self.last(y + read)  # type: ignore[no-any-return]
 
 
+class Afterwards(State):
+    """The state is written where Dynamo compiles nothing, by ``.data``: MoCo's queue."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.first(x) * (2 * self.state + 1))
+        self.write(y.detach())
+        return self.last(y)  # type: ignore[no-any-return]
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def write(self, y: Tensor) -> None:
+        self.state.data.mul_(0.9).add_(y.mean(0), alpha=0.1)
+
+
 def _add(name: str, make: type[nn.Module]) -> None:
     def seeded_model() -> nn.Module:
         torch.manual_seed(0)
@@ -101,6 +114,7 @@ _add("a state", State)
 _add("running statistics", Statistics)
 _add("a codebook", Codebook)
 _add("a cache, by .data", Cache)
+_add("a state, after a graph break", Afterwards)
 
 
 class Noisy(nn.Module):

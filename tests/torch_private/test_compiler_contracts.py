@@ -294,6 +294,20 @@ def test_descriptors(traced: Traced) -> None:
     assert torch_private.input_index(None) is None and torch_private.grad_of_index(None) is None
 
 
+@contract("is_float_buffer", "tensor._dynamo_static_input_type")
+def test_buffers_among_the_inputs() -> None:
+    found: list[torch.Tensor] = []
+
+    def backend(gm: fx.GraphModule, inputs: list[Any]) -> Any:
+        found.extend(value for value in inputs if torch_private.is_float_buffer(value))
+        return gm.forward
+
+    torch._dynamo.reset()
+    model = nn.BatchNorm1d(2).eval()
+    torch.compile(model, backend=backend)(torch.ones(3, 2))
+    assert {id(value) for value in found} == {id(model.running_mean), id(model.running_var)}
+
+
 @contract(
     "take_donated_inputs apart_from_the_whole forward_metadata",
     "TracingContext.fw_metadata.bw_donated_idxs or output_strides",

@@ -71,7 +71,8 @@ def make_backend(runtime: Runtime, find_block: FindBlock = lambda _: None) -> Ca
         num_shared += block is not None
         torch_private.guard_absent_hooks()
         torch_private.guard_identity(gm, [None if block is not None and block.path(n) else n for n in names])
-        origin = Origin(runtime, names, block, partial(torch_private.guard_identity, gm, names))
+        buffers = [k for k, value in enumerate(inputs) if torch_private.is_float_buffer(value)]
+        origin = Origin(runtime, names, buffers, block, partial(torch_private.guard_identity, gm, names))
         hook = partial(_compile, origin)
         options = runtime.inductor_options
         if runtime.config.backend == "aot_eager":
@@ -106,7 +107,7 @@ def _compile(origin: Origin, traced: Traced) -> Any:
     if traced.is_backward:
         return torch_private.boxed(CompiledBackward(origin, traced))
     if not traced.is_inference:
-        traced = keep_from_writes(traced)
+        traced = keep_from_writes(origin, traced)
     if origin.block is not None and not traced.is_inference and not _saves_own_params(origin, traced):
         origin.guard_identity()  # its backward can't tell the block by what it gets, so the graph is of this one alone
         origin.block = None

@@ -87,10 +87,11 @@ class Block(Protocol):
 class Origin:
     """The graph of Dynamo's that AOTAutograd has made a forward and a backward of. ``names``: of the parameters among
     its inputs. ``block``: the one that it was traced for; None: it belongs to the very parameters that it is guarded
-    by."""
+    by. ``buffers``: positions of inputs that are buffers of floating point."""
 
     runtime: Runtime
     names: Sequence[str | None]
+    buffers: Collection[int]
     block: Block | None
     guard_identity: Callable[[], None]
     returned: list[int] = field(default_factory=list)  # inputs that are sharded weights, of which it returns views
@@ -249,19 +250,21 @@ class CompiledForward(CompiledGraph):
         return self._run_passes(self._copy_for(member), self.runtime.plan, self.runtime.features.pipelines.forward)
 
 
-def keep_from_writes(traced: Traced) -> Traced:
-    """A forward graph whose backward gets copies of values in the memory of inputs that the forward writes, such as a
-    buffer that it reads and then updates. AOTAutograd saves such an input itself, and writes it before the backward
-    reads it (torch 2.11 to 2.15): a gradient would be made of the new values."""
+def keep_from_writes(origin: Origin, traced: Traced) -> Traced:
+    """A forward graph whose backward gets copies of values in the memory of inputs that may be written before it reads
+    them: those that the graph writes, and buffers, which code after a graph break or the loop may write. AOTAutograd
+    saves such an input to derive from it again what eager autograd has saved (torch 2.11 to 2.15): a gradient would be
+    made of the new values. Buffers of integers stay: packed weights are large, and few are written."""
     before = traced.gm.graph
-    is_written = {
-        node.meta["storage"]: torch_private.input_index(node.meta.get("desc")) in traced.written
+    may_be_written = {*traced.written, *origin.buffers}
+    written = {
+        node.meta["storage"]
         for node in before.find_nodes(op="placeholder")
-        if "storage" in node.meta
+        if "storage" in node.meta and torch_private.input_index(node.meta.get("desc")) in may_be_written
     }
     first = torch_private.num_forward_outputs()
     saved = returned_by(before)[first:] if first is not None else []
-    if not any(isinstance(node, fx.Node) and is_written.get(node.meta.get("storage")) for node in saved):
+    if not any(isinstance(node, fx.Node) and node.meta.get("storage") in written for node in saved):
         return traced
     graph = copy_graph(before)
     outputs = returned_by(graph)
@@ -269,7 +272,7 @@ def keep_from_writes(traced: Traced) -> Traced:
     fresh = max(node.meta.get("storage", 0) for node in graph.nodes) + 1
     copies: dict[fx.Node, fx.Node] = {}
     for k, node in enumerate(outputs[first:], first or 0):
-        if not (isinstance(node, fx.Node) and is_written.get(node.meta.get("storage"))):
+        if not (isinstance(node, fx.Node) and node.meta.get("storage") in written):
             continue
         if node not in copies:
             with graph.inserting_after(inputs[-1] if node.op == "placeholder" else node):
