@@ -187,10 +187,12 @@ def _end_job(is_fine: bool) -> None:
             dist.barrier()
     dist.destroy_process_group()  # a failed rank does so at once: whoever waits for it gets an error, not a timeout
     collect()
-    # What is alive between jobs (modules, caches) stays: to walk it each time takes 0.2 s. A model may still be alive,
-    # in a thread that waits or an error that something keeps; frozen, it would stay for good, with its groups' threads.
-    if not any(thread.name.startswith("zc ") for thread in threading.enumerate()):
-        gc.freeze()
+    # A model may be alive, in a thread that waits or an error that something keeps, or held by what was frozen and is
+    # garbage now: with its groups' threads, so all is walked again, at the end of each job until they have ended.
+    if any(thread.name.startswith("zc ") for thread in threading.enumerate()):
+        gc.unfreeze()
+        collect()
+    gc.freeze()  # what is alive between jobs (modules, caches) stays: to walk it each time takes 0.2 s
 
 
 def collect() -> None:
