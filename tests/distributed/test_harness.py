@@ -7,9 +7,9 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import harness
@@ -18,6 +18,9 @@ import torch
 import torch.distributed as dist
 from harness import RanksFailed, patience, probed, run_ranks
 from tiers import full_only
+
+import zc
+from zc.ranks import watch
 
 
 def _pid_and_sum(rank: int, world_size: int, factor: float) -> tuple[int, float, float, int]:
@@ -61,39 +64,31 @@ def test_processes_stay_and_each_job_starts_the_same() -> None:
     assert first[0][3] != first[1][3]
 
 
-class _Cycle:
-    """Holds itself, what it may be given, and a thread that ends with it."""
-
-    def __init__(self, **held: object) -> None:
-        self.itself, self.held, self._stop = self, held, threading.Event()
-        if held:
-            threading.Thread(target=self._stop.wait, name="zc of a test", daemon=True).start()
-
-    def __del__(self) -> None:
-        self._stop.set()
-
-
-_KEPT: list[_Cycle] = []  # of a rank
+_KEPT: list[list[Any]] = []  # of a rank
 
 
 def _keeps(rank: int, world_size: int) -> None:
-    _KEPT.append(_Cycle())
+    _KEPT.append([])
+    _KEPT[0].append(_KEPT[0])
 
 
-def _gives_it_a_thread_and_drops_it(rank: int, world_size: int) -> None:
-    _KEPT.pop().held["later"] = _Cycle(of="a model")
+def _gives_it_a_model_and_drops_it(rank: int, world_size: int) -> None:
+    model = torch.nn.Linear(2, 2)
+    zc.compile(model, torch.optim.SGD(model.parameters(), lr=0.1), backend="eager")
+    _KEPT.pop().append(model)
 
 
-def _threads_and_walked(rank: int, world_size: int) -> tuple[list[str], int]:
-    return [t.name for t in threading.enumerate() if t.name == "zc of a test"], len(gc.get_objects())
+def _alive_and_walked(rank: int, world_size: int) -> tuple[int, int]:
+    return len(watch._ALL), len(gc.get_objects())
 
 
-def test_what_was_frozen_and_is_garbage_keeps_no_thread() -> None:
-    """One watch that was kept so let no later job freeze what it left: each collection walked 460,000 objects."""
-    for job in (_keeps, _gives_it_a_thread_and_drops_it):
-        run_ranks(job, 1)
-    [(threads, num_walked)] = run_ranks(_threads_and_walked, 1)
-    assert not threads and num_walked < 50_000
+def test_a_model_held_by_what_was_frozen_ends_and_what_jobs_leave_is_frozen() -> None:
+    """A model in frozen garbage stayed, and with it its watch, for which no later job froze anything: each collection
+    walked up to 460,000 objects."""
+    for job in (_keeps, _gives_it_a_model_and_drops_it):
+        run_ranks(job, 2)
+    for num_alive, num_walked in run_ranks(_alive_and_walked, 2):
+        assert num_alive == 0 and num_walked < 5000
 
 
 def test_an_exception_names_its_rank_and_keeps_the_pool() -> None:
