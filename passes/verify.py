@@ -39,7 +39,7 @@ from torch import fx
 
 from zc.errors import RaceError
 from zc.passes import exactly_once
-from zc.passes.base import Pass, copy_graph
+from zc.passes.base import Pass
 from zc.planning.plan import Plan
 from zc.schedule.buffer import COPY, HOST, MAIN, Access, Buffer, Place, carried_by, carried_event, overlap
 from zc.schedule.nodes import accesses, kind_of, maker, op_of, shared_buffers, steps, stream_of, summary, value
@@ -200,7 +200,7 @@ def _excerpt(order: Order, first: fx.Node, second: fx.Node, limit: int = 12) -> 
 
 def run(graph: fx.Graph, plan: Plan, parts: Sequence[Part] = ()) -> fx.Graph:
     verify(graph, plan, parts)
-    return copy_graph(graph)
+    return graph
 
 
 PASS = Pass("verify", run, requires=frozenset({"events"}))

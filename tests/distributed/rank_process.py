@@ -12,7 +12,6 @@ import pickle
 import signal
 import socket
 import sys
-import threading
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -187,10 +186,14 @@ def _end_job(is_fine: bool) -> None:
             dist.barrier()
     dist.destroy_process_group()  # a failed rank does so at once: whoever waits for it gets an error, not a timeout
     collect()
-    # What is alive between jobs (modules, caches) stays: to walk it each time takes 0.2 s. A model may still be alive,
-    # in a thread that waits or an error that something keeps; frozen, it would stay for good, with its groups' threads.
-    if not any(thread.name.startswith("zc ") for thread in threading.enumerate()):
-        gc.freeze()
+    # A model may be alive, in a thread that waits or an error that something keeps, or held by what was frozen and is
+    # garbage now: with its groups' threads, so all is walked again, at the end of each job until it is gone. (Its watch
+    # says so. The watch's thread does not: it sees up to a tick later that a model is gone.)
+    watch = sys.modules.get("zc.ranks.watch")
+    if watch is not None and len(watch._ALL):
+        gc.unfreeze()
+        collect()
+    gc.freeze()  # what is alive between jobs (modules, caches) stays: to walk it each time takes 0.2 s
 
 
 def collect() -> None:
