@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
 
 class Pass(NamedTuple):
-    """One pass. ``run`` returns a new graph and does not change its input. It must not use a collective, the clock, the
-    environment, random numbers or the rank."""
+    """One pass. ``run`` does not change its input, and returns a new graph; a proof returns what it has proved. It must
+    not use a collective, the clock, the environment, random numbers or the rank."""
 
     name: str
     run: Callable[[fx.Graph, Plan], fx.Graph]
