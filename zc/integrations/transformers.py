@@ -99,7 +99,8 @@ class ZcMixin:
         trainer: Any = self
         if state_dict is None and shards_weights(trainer.model):
             state_dict = full_state_dict(trainer.model)
-        super()._save(output_dir, state_dict=state_dict)  # type: ignore[misc]
+        with names_in_state(trainer.model):  # peft asks its ``modules_to_save`` for theirs
+            super()._save(output_dir, state_dict=state_dict)  # type: ignore[misc]
 
     def _load_best_model(self) -> None:
         with names_in_state(cast(Any, self).model):
