@@ -75,7 +75,8 @@ def _train(rank: int, world_size: int, folder: str, options: dict[str, Any] | No
         trainer.save_model(folder + "/end")
         trainer.accelerator.wait_for_everyone()
         read = PeftModel.from_pretrained(_base(), folder + "/end")
-        state = {name: value.float() for name, value in read.state_dict().items() if "lora" in name or "_to_save" in name}
+        adapters = ("lora", "_to_save")
+        state = {n: value.float() for n, value in read.state_dict().items() if any(part in n for part in adapters)}
         result = {"logged": logged, "evaluated": evaluated, "adapters": state}
         if options is None:
             return result

@@ -146,5 +146,10 @@ def _check(trainer: Any) -> None:
         if getattr(args, name, None):
             option = f"{name}={getattr(args, name)!r}"
             raise PlanError(f"TrainingArguments({option}) does not go with zc: {why}. Leave it out")
+    if args.optim in ("lomo", "adalomo"):
+        raise PlanError(
+            f"TrainingArguments(optim={args.optim.value!r}) does not go with zc: it steps inside the backward, before "
+            "gradients are averaged. Take another one, such as 'adafactor'"
+        )
     if getattr(trainer, "is_distributed_loading_by_transformers", False):
         raise PlanError("the model was sharded when it was loaded (distributed_config): load it whole")
