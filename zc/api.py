@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, SupportsFloat, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -482,9 +482,9 @@ def count(model: nn.Module, num_tokens: float | Tensor) -> None:
         on all ranks and before anything changes, if a backward was not counted once, or if the counts add up to 0; so
         does a backward that would add to gradients that are divided already.
     """
-    number = float(num_tokens)
+    number = float(num_tokens) if isinstance(num_tokens, SupportsFloat) else math.nan
     if not math.isfinite(number) or number < 0:
-        raise ValueError(f"zc.count takes a finite number of tokens, at least 0, not {number}")
+        raise ValueError(f"zc.count takes a finite number of tokens, at least 0, not {num_tokens!r}")
     sharded(model).runtime.count_tokens(number)
 
 

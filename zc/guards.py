@@ -127,6 +127,7 @@ def remember_names(model: nn.Module, runtime: Runtime) -> None:
 def remove(model: nn.Module) -> None:
     """Removes everything that `install` and `install_call` added to the model."""
     told = torch_private.told_ddp(model)
+    vars(model).pop("_is_accelerate_prepared", None)  # by it accelerate would leave DDP out of the plain module, too
     for module in model.modules():
         for name in [n for n, value in vars(module).items() if isinstance(value, (_Mark, Instead, NoSync, NotForDDP))]:
             del vars(module)[name]

@@ -21,7 +21,7 @@ COMPILED: weakref.WeakKeyDictionary[nn.Module, ShardedModel] = weakref.WeakKeyDi
 
 def sharded(model: nn.Module) -> ShardedModel:
     """zc's state for a compiled model. Raises PlanError for any other model."""
-    sharded_model = COMPILED.get(model)
+    sharded_model = COMPILED.get(model) if isinstance(model, nn.Module) else None
     if sharded_model is None:
         raise PlanError(f"this {type(model).__name__} was not compiled: call zc.compile(model, optimizer) first")
     return sharded_model

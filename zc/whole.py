@@ -63,8 +63,9 @@ def iter_weights(model: nn.Module, *, ranks: Collection[int] | None = None) -> I
             between two weights. RankMismatchError, RankLostError: not all ranks iterate.
     """
     runtime = sharded(model).runtime
-    if bad := sorted(rank for rank in ranks or () if not 0 <= rank < runtime.group.world_size):
-        raise PlanError(f"ranks={bad}: there are ranks 0 to {runtime.group.world_size - 1}")
+    all_ranks = range(runtime.group.world_size)
+    if ranks is not None and (not isinstance(ranks, Collection) or any(rank not in all_ranks for rank in ranks)):
+        raise PlanError(f"ranks={ranks!r}: there are ranks 0 to {all_ranks[-1]}, as in ranks=[0]")
     return _copies(model, is_wanted=ranks is None or runtime.group.rank in ranks)
 
 

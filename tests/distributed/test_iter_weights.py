@@ -75,8 +75,11 @@ def loops(rank: int, world_size: int, options: dict[str, Any]) -> list[str]:
         with pytest.raises(zc.ZcError, match="between two whole weights"):
             update_between(net, optimizer)
     full = zc.full_state_dict(net)
-    with pytest.raises(zc.PlanError, match="ranks 0 to 1"):
-        zc.iter_weights(net, ranks=[world_size])
+    for ranks in ([world_size], 0, "all"):
+        with pytest.raises(zc.PlanError, match="ranks 0 to 1, as in"):
+            zc.iter_weights(net, ranks=ranks)
+    with pytest.raises(zc.PlanError, match="this NoneType was not compiled"):
+        zc.iter_weights(None)
     zc.close(net)
     wanted = {key: value.clone() for key, value in net.state_dict().items()}
     for what, got, keys in (

@@ -351,7 +351,7 @@ def _refused(rank: int, world_size: int, stage: int) -> dict[str, str]:
         loop(model, rank, optimizer)
         said[loop.__name__] = said_by(optimizer.step)
         optimizer.zero_grad()
-    for number in (-1, float("nan"), float("inf")):
+    for number in (-1, float("nan"), float("inf"), None, "3"):
         with pytest.raises(ValueError, match="a finite number of tokens"):
             zc.count(model, number)
     _plain(model, rank, (0,))

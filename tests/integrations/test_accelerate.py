@@ -290,6 +290,18 @@ def test_in_stage_3_each_module_finds_its_own_weights(order: str, tmp_path: Path
     assert run_ranks(_saved_with_a_teacher, 2, str(tmp_path / "state"), order) == [[True, True]] * 2
 
 
+def _closed(rank: int, world_size: int) -> bool:
+    with torchrun(rank, world_size):
+        accelerator, model = Accelerator(cpu=True), mlp()
+        prepare(accelerator, model, SGD(model.parameters(), lr=0.1), backend="eager")
+        zc.close(model)
+        return isinstance(accelerator.prepare(model), nn.parallel.DistributedDataParallel)
+
+
+def test_a_closed_model_gets_ddp() -> None:
+    assert run_ranks(_closed, 2) == [True, True]
+
+
 def test_a_frozen_module_stays_without_ddp() -> None:
     assert run_ranks(_with_teacher, 2) == [(nn.Sequential, True)] * 2
 

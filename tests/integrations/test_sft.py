@@ -64,7 +64,7 @@ def _train(rank: int, world_size: int, folder: str, options: dict[str, Any] | No
             "processing_class": PreTrainedTokenizerFast(
                 tokenizer_object=tokens, pad_token="<pad>", eos_token="<eos>"
             ),
-            "peft_config": LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=True),
+            "peft_config": LoraConfig(r=4, target_modules=["q_proj", "v_proj"], modules_to_save=["lm_head"]),
         }  # fmt: skip
         torch.manual_seed(1)  # of the adapters
         trainer: Any = SFTTrainer(**objects) if options is None else ZcSFTTrainer(**objects, zc_options=options)
@@ -75,7 +75,8 @@ def _train(rank: int, world_size: int, folder: str, options: dict[str, Any] | No
         trainer.save_model(folder + "/end")
         trainer.accelerator.wait_for_everyone()
         read = PeftModel.from_pretrained(_base(), folder + "/end")
-        state = {name: value.float() for name, value in read.state_dict().items() if "lora" in name}
+        adapters = ("lora", "_to_save")
+        state = {n: value.float() for n, value in read.state_dict().items() if any(part in n for part in adapters)}
         result = {"logged": logged, "evaluated": evaluated, "adapters": state}
         if options is None:
             return result

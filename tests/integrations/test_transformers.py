@@ -256,7 +256,7 @@ def test_generation_in_an_evaluation(tmp_path: Path) -> None:
 
 def _refusals(rank: int, world_size: int, folder: str) -> list[str]:
     messages = []
-    for more in ({"torch_compile": True}, {"auto_find_batch_size": True}, {"bf16_full_eval": True}):
+    for more in ({"torch_compile": True}, {"auto_find_batch_size": True}, {"bf16_full_eval": True}, {"optim": "lomo"}):
         with torchrun(rank, world_size):
             arguments = _arguments(folder, **PLAIN, **more)
             kind, text = message_of(lambda arguments=arguments: ZcTrainer(_model(), arguments))
@@ -293,6 +293,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
         "PlanError: TrainingArguments(torch_compile=True) does not go with zc",
         "PlanError: TrainingArguments(auto_find_batch_size=True) does not go with zc",
         "PlanError: TrainingArguments(bf16_full_eval=True) does not go with zc",
+        "PlanError: TrainingArguments(optim='lomo') does not go with zc",
         "PlanError: the model is on the meta device",
         "ZcError: Renamed of transformers",
         "TypeError: NoTrainer needs transformers.Trainer among its bases",

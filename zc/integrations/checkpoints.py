@@ -121,16 +121,19 @@ def shards_weights(model: nn.Module) -> bool:
 
 @contextmanager
 def names_in_state(model: nn.Module) -> Iterator[None]:
-    """Inside, ``model.state_dict()`` of stage 3 has parameters without bytes, for who reads its names, not its values,
-    before a ``load_state_dict``."""
+    """Inside, ``state_dict()`` of a model of stage 3, and of each module in it, has parameters without bytes, for who
+    reads its names, not its values, and maybe on one rank: before a ``load_state_dict``, or beside whole weights."""
     if not shards_weights(model):
         yield
         return
-    vars(model)["state_dict"] = partial(model.state_dict, keep_vars=True)
+    modules = list(model.modules())
+    for module in modules:
+        vars(module)["state_dict"] = partial(module.state_dict, keep_vars=True)
     try:
         yield
     finally:
-        del vars(model)["state_dict"]
+        for module in modules:
+            del vars(module)["state_dict"]
 
 
 def whole_weights(model: nn.Module) -> dict[str, Any]:

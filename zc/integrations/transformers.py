@@ -99,7 +99,8 @@ class ZcMixin:
         trainer: Any = self
         if state_dict is None and shards_weights(trainer.model):
             state_dict = full_state_dict(trainer.model)
-        super()._save(output_dir, state_dict=state_dict)  # type: ignore[misc]
+        with names_in_state(trainer.model):  # peft asks its ``modules_to_save`` for theirs
+            super()._save(output_dir, state_dict=state_dict)  # type: ignore[misc]
 
     def _load_best_model(self) -> None:
         with names_in_state(cast(Any, self).model):
@@ -145,5 +146,10 @@ def _check(trainer: Any) -> None:
         if getattr(args, name, None):
             option = f"{name}={getattr(args, name)!r}"
             raise PlanError(f"TrainingArguments({option}) does not go with zc: {why}. Leave it out")
+    if args.optim in ("lomo", "adalomo"):
+        raise PlanError(
+            f"TrainingArguments(optim={args.optim.value!r}) does not go with zc: it steps inside the backward, before "
+            "gradients are averaged. Take another one, such as 'adafactor'"
+        )
     if getattr(trainer, "is_distributed_loading_by_transformers", False):
         raise PlanError("the model was sharded when it was loaded (distributed_config): load it whole")
