@@ -167,8 +167,9 @@ def _apply(
     if runtime is None:
         return torch_private.plain_apply(model, function, recurse)
     in_buckets = {id(param) for param in runtime.placed.values()}
-    filtered = _refusing_moves if runtime.weights.has_shards else _skipping_copies
-    with runtime.weights.named_plainly():
+    weights = runtime.weights
+    filtered = _refusing_moves if weights.has_shards and not weights.is_held_whole else _skipping_copies
+    with weights.named_plainly():
         return torch_private.plain_apply(model, filtered(in_buckets, function), recurse)
 
 
@@ -202,19 +203,24 @@ def _skipping_copies(in_buckets: set[int], function: Callable[[Tensor], Tensor])
 
 def _refusing_moves(in_buckets: set[int], function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     """``function``, except that parameters, which have no bytes in stage 3, stay as they are if ``function`` only
-    copies tensors. If it moves or casts them, it raises ZcError."""
+    copies tensors. If it moves, casts or changes them, it raises ZcError. Two odd numbers stand for the values."""
 
     def apply(tensor: Tensor) -> Tensor:
         if isinstance(tensor, ShardedGrad):
             return tensor
         if id(tensor) not in in_buckets:
             return function(tensor)
-        like = torch.empty(1, dtype=tensor.dtype, device=tensor.device)
-        result = function(like)
+        like = torch.tensor([-1234.5, 0.78125], dtype=tensor.dtype, device=tensor.device)
+        result = function(like.clone())
         if (result.dtype, result.device) != (like.dtype, like.device):
             raise ZcError(
                 f"a parameter of {like.dtype} on {like.device} can't become {result.dtype} on {result.device}, since "
                 "its bytes lie in shards: move or cast the model before zc.compile, or use param_dtype"
+            )
+        if not torch.equal(result, like):
+            raise ZcError(
+                f"a function that makes {result.tolist()} of {like.tolist()} was applied to the model, whose bytes lie "
+                "in shards: apply it inside `with zc.whole_parameters(model):` on all ranks"
             )
         return tensor
 

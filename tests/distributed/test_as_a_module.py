@@ -78,6 +78,19 @@ def test_a_move_that_changes_nothing_is_none(options: dict[str, Any]) -> None:
         assert all(torch.equal(one[name], other[name]) for name in other)
 
 
+def test_a_function_applied_to_sharded_weights_changes_them_or_is_refused() -> None:
+    """``model._apply(function)`` did nothing in stage 3, wherever it was called."""
+    model, halve = nn.Linear(4, 4), lambda tensor: tensor * 0.5
+    halved = model.weight.detach() * 0.5
+    zc.compile(model, adamw(model), stage=3, backend="eager")
+    with pytest.raises(zc.ZcError, match=r"makes \[-617.25, 0.390625\] of \[-1234.5, 0.78125\]"):
+        model._apply(halve)
+    with zc.whole_parameters(model):
+        model._apply(halve).double().float()  # a cast was refused here, where weights can be written
+    with zc.whole_parameters(model):
+        assert torch.equal(model.weight, halved)
+
+
 class Moving(nn.LSTM):
     """A stand-in for what torch does on a GPU: all weights into one new buffer."""
 
