@@ -106,15 +106,18 @@ def install(model: nn.Module, runtime: Runtime) -> None:
     torch_private.tell_ddp(model, NotForDDP(torch_private.told_ddp(model)))
     if not hasattr(model, "no_sync"):
         vars(model)["no_sync"] = NoSync(runtime)
-    weights = runtime.weights
-    if weights.has_shards:
-        for module in model.modules():
-            get_state = partial(_state_to_pickle, weakref.ref(weights), weakref.ref(module))
-            vars(module)["__getstate__"] = Instead(module, "__getstate__", get_state)
+    pickle_without_hooks(model, runtime.weights)
     for name, module in model.named_modules():
         if isinstance(module, nn.RNNBase):
             call: Any = torch.compiler.disable(partial(_skip_flattening, of_runtime, name))  # type: ignore[no-untyped-call]
             vars(module)["flatten_parameters"] = Instead(module, "flatten_parameters", call)
+
+
+def pickle_without_hooks(model: nn.Module, weights: Weights) -> None:
+    """Copies and pickles of modules leave out the hooks of ``weights``, which neither work there nor can be pickled."""
+    for module in model.modules() if weights.hooks else ():
+        get_state = partial(_state_to_pickle, weakref.ref(weights), weakref.ref(module))
+        vars(module)["__getstate__"] = Instead(module, "__getstate__", get_state)
 
 
 def remember_names(model: nn.Module, runtime: Runtime) -> None:
@@ -174,7 +177,7 @@ def _apply(
 
 
 def _state_to_pickle(of_weights: weakref.ref[Weights], of_module: weakref.ref[nn.Module]) -> dict[str, Any]:
-    """The state of a module for ``torch.save(model)`` and copies (stage 3)."""
+    """The state of a module for ``torch.save(model)`` and copies."""
     weights, module = of_weights(), of_module()
     assert module is not None
     if weights is not None:

@@ -91,6 +91,21 @@ def test_a_function_applied_to_sharded_weights_changes_them_or_is_refused() -> N
         assert torch.equal(model.weight, halved)
 
 
+@pytest.mark.parametrize("options", [{"overlap_gather": True}, {"stage": 3}], ids=str)
+def test_a_copy_has_no_hooks_of_the_weights(options: dict[str, Any]) -> None:
+    """With overlap_gather ``torch.save(model)`` could not pickle them, nor those of a layer that had come later."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = adamw(model)
+    zc.compile(model, optimizer, backend="eager", **options)
+    model[1] = nn.Linear(4, 2)
+    optimizer.add_param_group({"params": list(model[1].parameters())})
+    zc.recompile(model)
+    with zc.whole_parameters(model):
+        x, copied = torch.ones(1, 4), pickle.loads(pickle.dumps(copy.deepcopy(model)))
+        assert torch.equal(pickle.loads(pickle.dumps(model))(x), copied(x))
+    assert not any(module._forward_pre_hooks for module in copied.modules())
+
+
 class Moving(nn.LSTM):
     """A stand-in for what torch does on a GPU: all weights into one new buffer."""
 
