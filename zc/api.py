@@ -336,6 +336,7 @@ def _recompile(model: nn.Module, compiled: ShardedModel) -> None:
     compiled.adopt(buckets)
     find_again(runtime.block_places)
     weights.install_hooks(model)
+    guards.pickle_without_hooks(model, weights)
     frozen = {n: p for n, p in model.named_parameters() if runtime.params.get(n) is not p}
     known = {id(param) for param in runtime.frozen.values()}
     own = left_to_ranks(model)

@@ -106,15 +106,18 @@ def install(model: nn.Module, runtime: Runtime) -> None:
     torch_private.tell_ddp(model, NotForDDP(torch_private.told_ddp(model)))
     if not hasattr(model, "no_sync"):
         vars(model)["no_sync"] = NoSync(runtime)
-    weights = runtime.weights
-    if weights.has_shards:
-        for module in model.modules():
-            get_state = partial(_state_to_pickle, weakref.ref(weights), weakref.ref(module))
-            vars(module)["__getstate__"] = Instead(module, "__getstate__", get_state)
+    pickle_without_hooks(model, runtime.weights)
     for name, module in model.named_modules():
         if isinstance(module, nn.RNNBase):
             call: Any = torch.compiler.disable(partial(_skip_flattening, of_runtime, name))  # type: ignore[no-untyped-call]
             vars(module)["flatten_parameters"] = Instead(module, "flatten_parameters", call)
+
+
+def pickle_without_hooks(model: nn.Module, weights: Weights) -> None:
+    """Copies and pickles of modules leave out the hooks of ``weights``, which neither work there nor can be pickled."""
+    for module in model.modules() if weights.hooks else ():
+        get_state = partial(_state_to_pickle, weakref.ref(weights), weakref.ref(module))
+        vars(module)["__getstate__"] = Instead(module, "__getstate__", get_state)
 
 
 def remember_names(model: nn.Module, runtime: Runtime) -> None:
@@ -168,13 +171,14 @@ def _apply(
     if runtime is None:
         return torch_private.plain_apply(model, function, recurse)
     in_buckets = {id(param) for param in runtime.placed.values()}
-    filtered = _refusing_moves if runtime.weights.has_shards else _skipping_copies
-    with runtime.weights.named_plainly():
+    weights = runtime.weights
+    filtered = _refusing_moves if weights.has_shards and not weights.is_held_whole else _skipping_copies
+    with weights.named_plainly():
         return torch_private.plain_apply(model, filtered(in_buckets, function), recurse)
 
 
 def _state_to_pickle(of_weights: weakref.ref[Weights], of_module: weakref.ref[nn.Module]) -> dict[str, Any]:
-    """The state of a module for ``torch.save(model)`` and copies (stage 3)."""
+    """The state of a module for ``torch.save(model)`` and copies."""
     weights, module = of_weights(), of_module()
     assert module is not None
     if weights is not None:
@@ -203,19 +207,24 @@ def _skipping_copies(in_buckets: set[int], function: Callable[[Tensor], Tensor])
 
 def _refusing_moves(in_buckets: set[int], function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     """``function``, except that parameters, which have no bytes in stage 3, stay as they are if ``function`` only
-    copies tensors. If it moves or casts them, it raises ZcError."""
+    copies tensors. If it moves, casts or changes them, it raises ZcError. Two odd numbers stand for the values."""
 
     def apply(tensor: Tensor) -> Tensor:
         if isinstance(tensor, ShardedGrad):
             return tensor
         if id(tensor) not in in_buckets:
             return function(tensor)
-        like = torch.empty(1, dtype=tensor.dtype, device=tensor.device)
-        result = function(like)
+        like = torch.tensor([-1234.5, 0.78125], dtype=tensor.dtype, device=tensor.device)
+        result = function(like.clone())
         if (result.dtype, result.device) != (like.dtype, like.device):
             raise ZcError(
                 f"a parameter of {like.dtype} on {like.device} can't become {result.dtype} on {result.device}, since "
                 "its bytes lie in shards: move or cast the model before zc.compile, or use param_dtype"
+            )
+        if not torch.equal(result, like):
+            raise ZcError(
+                f"a function that makes {result.tolist()} of {like.tolist()} was applied to the model, whose bytes lie "
+                "in shards: apply it inside `with zc.whole_parameters(model):` on all ranks"
             )
         return tensor
 

@@ -78,6 +78,34 @@ def test_a_move_that_changes_nothing_is_none(options: dict[str, Any]) -> None:
         assert all(torch.equal(one[name], other[name]) for name in other)
 
 
+def test_a_function_applied_to_sharded_weights_changes_them_or_is_refused() -> None:
+    """``model._apply(function)`` did nothing in stage 3, wherever it was called."""
+    model, halve = nn.Linear(4, 4), lambda tensor: tensor * 0.5
+    halved = model.weight.detach() * 0.5
+    zc.compile(model, adamw(model), stage=3, backend="eager")
+    with pytest.raises(zc.ZcError, match=r"makes \[-617.25, 0.390625\] of \[-1234.5, 0.78125\]"):
+        model._apply(halve)
+    with zc.whole_parameters(model):
+        model._apply(halve).double().float()  # a cast was refused here, where weights can be written
+    with zc.whole_parameters(model):
+        assert torch.equal(model.weight, halved)
+
+
+@pytest.mark.parametrize("options", [{"overlap_gather": True}, {"stage": 3}], ids=str)
+def test_a_copy_has_no_hooks_of_the_weights(options: dict[str, Any]) -> None:
+    """With overlap_gather ``torch.save(model)`` could not pickle them, nor those of a layer that had come later."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = adamw(model)
+    zc.compile(model, optimizer, backend="eager", **options)
+    model[1] = nn.Linear(4, 2)
+    optimizer.add_param_group({"params": list(model[1].parameters())})
+    zc.recompile(model)
+    with zc.whole_parameters(model):
+        x, copied = torch.ones(1, 4), pickle.loads(pickle.dumps(copy.deepcopy(model)))
+        assert torch.equal(pickle.loads(pickle.dumps(model))(x), copied(x))
+    assert not any(module._forward_pre_hooks for module in copied.modules())
+
+
 class Moving(nn.LSTM):
     """A stand-in for what torch does on a GPU: all weights into one new buffer."""
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from harness import run_ranks
 from torch import Tensor, nn
+from training_runs import message_of
 
 import zc
 
@@ -98,3 +101,44 @@ def test_gradients_that_one_rank_drops_alone_are_refused(has_two: bool, raises: 
     for text in run_ranks(_one_alone, 2, has_two, raises):
         assert "what the gradients hold" in text and "by optimizer.zero_grad()" in text
         assert ("step() raised on rank 1: ZcError: before step() the .data of the optimizer's" in text) == raises
+
+
+MADE: dict[str, Callable[[Tensor], Tensor]] = {
+    "clamp": lambda grad: grad.clamp(-0.1, 0.1),
+    "div": lambda grad: grad / grad.norm(),
+    "abs_": lambda grad: grad.clone().abs_().sqrt() * 0.5,
+    "": lambda grad: -(grad.double() * 0.5).float() + 1.0,  # the mean of the same
+}
+
+
+def _assigned_early(rank: int, world_size: int, name: str) -> tuple[str, list[Tensor]]:
+    torch.manual_seed(1)
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    zc.compile(model, optimizer, backend="eager")
+    with zc.no_sync(model):
+        model(torch.full((1, 3), 1.0 + rank)).square().sum().backward()
+        for param in model.parameters():
+            assert param.grad is not None
+            param.grad = MADE[name](param.grad)
+    said = message_of(model(torch.full((1, 3), 2.0 + rank)).square().sum().backward)[1]
+    if not said:
+        optimizer.step()
+    return said, [param.detach().clone() for param in model.parameters()]
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_what_no_sync_makes_of_a_gradient_is_assigned_where_ddp_has_the_same(name: str) -> None:
+    """DDP clips each rank's own gradient there, zc clipped their mean, in silence."""
+    torch.manual_seed(1)
+    model = nn.Linear(3, 2).double()
+    rows = []
+    for rank in range(2):
+        first, second = (model(torch.full((1, 3), n + rank).double()).square().sum() for n in (1.0, 2.0))
+        params = list(model.parameters())
+        pairs = zip(torch.autograd.grad(first, params), torch.autograd.grad(second, params), strict=True)
+        rows.append([MADE[name](one).double() + other for one, other in pairs])
+    for said, weights in run_ranks(_assigned_early, 2, name):
+        assert bool(said) == bool(name) and (not name or f"bias.grad = {name} of " in said)
+        for weight, param, *grads in zip(weights, model.parameters(), *rows, strict=True) if not name else ():
+            torch.testing.assert_close(weight.double(), param - 0.05 * sum(grads), rtol=0, atol=1e-6)

@@ -93,4 +93,8 @@ def test_a_state_of_another_shape_is_refused_by_name() -> None:
                 write(wrong)
     with pytest.raises(TypeError):
         optimizer.state[param] = None
+    kept, optimizer.state = optimizer.state, {param: wrong}  # type: ignore[assignment]
+    with pytest.raises(zc.ZcError, match=r"'momentum_buffer' of 0.weight was given"):
+        optimizer.step()  # cleared the state that was to be replaced
+    optimizer.state = kept
     assert plain(optimizer.state[param]) == before

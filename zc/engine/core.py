@@ -59,7 +59,8 @@ class Listener:
         """A backward begins."""
 
     def is_value(self, name: str, grad: Tensor) -> bool:
-        """Whether ``grad`` is a sharded value that the caller may assign to ``.grad`` of this parameter."""
+        """Whether ``grad`` is a sharded value that the caller may assign to ``.grad`` of this parameter. Raises ZcError
+        for one that no_sync makes another value than DDP's."""
         return False
 
     def has_taken(self, grad: Tensor) -> bool:

@@ -474,14 +474,13 @@ class Runtime(Core):
         """Takes over the sharded values among these parameters' ``.grad``. Finished gradients are replaced at once.
         Others are dropped, and the next boundary adds the values: until then sums may be on their way to other ranks.
         Asks no other rank, as `drop`."""
-        values = dict[Where, Tensor]()
-        for bucket, slot in assigned:
-            name = self.plan.buckets[bucket].slots[slot].name
-            grad = self.params[name].grad
-            if grad is not None and self.listener.is_value(name, grad):
-                values[bucket, slot] = self.listener.take_value(name, grad)
-                if not self.backwards.is_any_open and torch_private.current_graph_task() == -1:
-                    self.params[name].grad = self.sharded_grads[name]  # else autograd may be adding to it
+        names = {(bucket, slot): self.plan.buckets[bucket].slots[slot].name for bucket, slot in assigned}
+        grads = {where: grad for where, name in names.items()
+                 if (grad := self.params[name].grad) is not None and self.listener.is_value(name, grad)}  # fmt: skip
+        values = {where: self.listener.take_value(names[where], grad) for where, grad in grads.items()}
+        if not self.backwards.is_any_open and torch_private.current_graph_task() == -1:
+            for where in values:  # else autograd may be adding to it
+                self.params[names[where]].grad = self.sharded_grads[names[where]]
         if not values:
             return
         if self.is_finished:

@@ -63,12 +63,15 @@ class ShardedGrad(ShardedValue):
 
 _IS_GONE = "the gradient of {} was set to None (zero_grad) or assigned since: take param.grad anew, or clone it before"
 _MOST_ASKED = 64
-_EARLY = (
+EARLY = (
     "{} inside no_sync: under DDP each rank has gradients of its own there, and zc has their mean over ranks, so the "
     "weights would be others. Clip and step outside of no_sync, after the last microbatch; with Accelerate, clip under "
     "`if accelerator.sync_gradients:`. Local SGD needs DistributedDataParallel"
 )
-_OF_EACH_RANK = frozenset(("mul", "div", "neg", "add", "sub", "masked_fill"))  # see GradShards.refuse_early_write
+_OF_EACH_RANK = frozenset((  # see GradShards.early
+    "mul", "div", "neg", "add", "sub", "rsub", "masked_fill", "clone", "_to_copy", "zeros_like",
+    "ones_like", "full_like",
+))  # fmt: skip
 
 
 class GradShards:
@@ -176,18 +179,28 @@ class GradShards:
                 "Is the model inside a DistributedDataParallel? Leave that out"
             )
 
+    @property
+    def is_early(self) -> bool:
+        """Whether this is inside no_sync, on all ranks of several."""
+        return not self.runtime.is_boundary and self.runtime.plan.num_ranks > 1
+
     def refuse_early(self, what: str) -> None:
         """Raises ZcError inside no_sync, on all ranks of several."""
-        if not self.runtime.is_boundary and self.runtime.plan.num_ranks > 1:
-            raise ZcError(_EARLY.format(what))
+        if self.is_early:
+            raise ZcError(EARLY.format(what))
 
-    def refuse_early_write(self, func: Any, operands: Sequence[Any], name: str) -> None:
-        """Raises ZcError inside no_sync, on all ranks, where a write to the gradient of ``name`` makes another mean
-        than the same write to each rank's own gradient, which is what DDP has there. Clipping does."""
-        tensors = [item for item in operands if isinstance(item, Tensor)]
+    def early(self, func: Any, operands: Sequence[Any], values: Sequence[ShardedValue]) -> str | None:
+        """What makes a result of ``values`` another mean than the same of each rank's own gradient, which is what DDP
+        has inside no_sync: clipping does."""
+        before = next((value.early for value in values if value.early is not None), None)
+        if before is not None or not self.is_early:
+            return before
+        tensors = [item for item in operands[1:] if isinstance(item, Tensor)]
         is_of_all = any(isinstance(item, ShardedValue) or not item.dim() for item in tensors)
-        if is_of_all or func.overloadpacket.__name__.rstrip("_") not in _OF_EACH_RANK:
-            self.refuse_early(f"{func.overloadpacket.__name__} of the gradient of {name}")
+        name = func.overloadpacket.__name__
+        if not is_of_all and name.rstrip("_") in _OF_EACH_RANK:
+            return None
+        return f"{name} of {values[0]._what()}"
 
     def forget_numbers(self) -> None:
         """The gradients may have changed: norms and the like are computed anew."""

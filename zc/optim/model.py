@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 from zc import torch_private
 from zc.engine.core import Listener
+from zc.errors import ZcError
 from zc.optim.assignment import Assignment
-from zc.optim.grad_shards import GradShards, ShardedGrad
+from zc.optim.grad_shards import EARLY, GradShards, ShardedGrad
 from zc.optim.optimizer import ShardedOptimizer
 from zc.optim.param_writes import ParamWrites
 from zc.optim.sharded_value import ShardedValue
@@ -97,7 +98,11 @@ class ShardedModel(Listener):
         self.grad_shards.drop_norms()
 
     def is_value(self, name: str, grad: Tensor) -> bool:
-        return isinstance(grad, ShardedValue) and not grad.is_live and grad.part == self.grad_shards.part(name)
+        if not isinstance(grad, ShardedValue) or grad.is_live or grad.part != self.grad_shards.part(name):
+            return False
+        if grad.early is not None:
+            raise ZcError(EARLY.format(f"{name}.grad = {grad.early}"))
+        return True
 
     def has_taken(self, grad: Tensor) -> bool:
         return isinstance(grad, ShardedValue) and (grad.is_taken or grad.is_stale)

@@ -280,7 +280,10 @@ class StateView(MutableMapping[Any, Any]):
 
     def replaced_by(self, given: Mapping[Any, Any]) -> StateView:
         """The caller has set ``optimizer.state``. Returns the view of that; this one keeps what it shows, for a caller
-        that sets it again."""
+        that sets it again. Raises ZcError for a tensor of a wrong shape; nothing has changed."""
+        for key, item in given.items():
+            if (name := self.owner.name_of(key)) is not None:
+                self._check_shapes(name, dict(item))
         view, past = StateView(self.owner), dict(self)
         view._noted, view._with_gradient, view._trials = self._noted, self._with_gradient, self._trials
         view._counted, view._num_counted, view._num_updates = self._counted, self._num_counted, self._num_updates
