@@ -703,6 +703,7 @@ def guard_identity(gm: fx.GraphModule, names: Sequence[str | None]) -> None:
     from torch._dynamo.source import LocalSource, UnspecializedNNModuleSource
     from torch._guards import TracingContext
 
+    _print_no_elements()
     guards = TracingContext.get().guards_context.dynamo_guards
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     for node, name in zip(placeholders, names, strict=True):
@@ -714,6 +715,22 @@ def guard_identity(gm: fx.GraphModule, names: Sequence[str | None]) -> None:
             if isinstance(source, UnspecializedNNModuleSource) and isinstance(base, LocalSource):
                 guards.add(base.make_guard(GuardBuilder.ID_MATCH))
             source = base
+
+
+@functools.cache
+def _print_no_elements() -> None:
+    """Up to 2.12 the text of an ID_MATCH guard has the ``repr`` of its object: of a parameter all elements, also of one
+    that has no bytes in stage 3, which ends the process.
+
+    Relies on ``id_match_unchecked`` looking ``repr`` up in its module (2.11, 2.12; 2.13 has the type's).
+    """
+    from torch._dynamo import guards
+
+    def without_elements(value: object) -> str:
+        return f"<{type(value).__name__}>" if isinstance(value, torch.Tensor) else repr(value)
+
+    if "repr" in guards.GuardBuilder.id_match_unchecked.__code__.co_names:
+        vars(guards)["repr"] = without_elements
 
 
 def guard_absent_hooks() -> None:
