@@ -1247,11 +1247,11 @@ def _put_off_waits() -> None:
 def compile_inner(
     gm: fx.GraphModule, example_inputs: Sequence[Any], options: Mapping[str, Any] | None = None, **kwargs: Any
 ) -> Any:
-    """Compiles one graph with Inductor, under ``options``. Leaves out the ``kwargs`` that this torch does not accept.
-    Returns a boxed callable. (``compile_fx_inner(gm, example_inputs, **kwargs)``, 2.11 to 2.15.)
+    """Compiles one graph with Inductor, under ``options``. Returns a boxed callable.
+    (``compile_fx_inner(gm, example_inputs, **kwargs)``, 2.11 to 2.15.)
 
     Every segment of a graph gets the arguments that AOTAutograd passes for the graph, but for those that describe the
-    graph's own inputs. 2.13, unlike 2.11, has ``compile_region_name``, for logs, and ``get_decomp_fn``, Inductor's
+    graph's own inputs. 2.12, unlike 2.11, has ``compile_region_name``, for logs, and ``get_decomp_fn``, Inductor's
     decompositions; both hold for a segment as well. ``placeholder.meta["is_static_input"]`` (2.15) removes an input
     from ``static_input_idxs``, of which a segment has none.
     """
@@ -1259,8 +1259,6 @@ def compile_inner(
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
 
-    accepted = inspect.signature(compile_fx_inner).parameters
-    kwargs = {k: v for k, v in kwargs.items() if k in accepted or "kwargs" in accepted}
     # what `compile_graph` sets for AOTAutograd's cache is not for Inductor's own
     apart = functorch_config.patch(bundled_autograd_cache=False)
     shared: Any = torch.compiler.config
