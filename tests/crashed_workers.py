@@ -4,6 +4,7 @@ once it knows what follows, and is told neither more nor the end."""
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     from xdist.scheduler import LoadFileScheduling
 
     class Files(LoadFileScheduling):
-        """Relies on the two private names below, of xdist 3.8."""
+        """Relies on the three private names below, of xdist 3.8."""
 
         def remove_node(self, node: Any) -> str | None:
             """A worker has ended. What it was running is not run again."""
@@ -30,6 +31,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
                     del units[scope]
             super().remove_node(node)
             return running
+
+        def _assign_work_unit(self, node: Any) -> None:
+            with contextlib.suppress(OSError):  # it has ended and is not removed yet: then another gets this file
+                super()._assign_work_unit(node)
 
         def _reschedule(self, node: Any) -> None:
             super()._reschedule(node)

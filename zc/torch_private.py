@@ -703,6 +703,7 @@ def guard_identity(gm: fx.GraphModule, names: Sequence[str | None]) -> None:
     from torch._dynamo.source import LocalSource, UnspecializedNNModuleSource
     from torch._guards import TracingContext
 
+    _print_no_elements()
     guards = TracingContext.get().guards_context.dynamo_guards
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     for node, name in zip(placeholders, names, strict=True):
@@ -714,6 +715,22 @@ def guard_identity(gm: fx.GraphModule, names: Sequence[str | None]) -> None:
             if isinstance(source, UnspecializedNNModuleSource) and isinstance(base, LocalSource):
                 guards.add(base.make_guard(GuardBuilder.ID_MATCH))
             source = base
+
+
+@functools.cache
+def _print_no_elements() -> None:
+    """Up to 2.12 the text of an ID_MATCH guard has the ``repr`` of its object: of a parameter all elements, also of one
+    that has no bytes in stage 3, which ends the process.
+
+    Relies on ``id_match_unchecked`` looking ``repr`` up in its module (2.11, 2.12; 2.13 has the type's).
+    """
+    from torch._dynamo import guards
+
+    def without_elements(value: object) -> str:
+        return f"<{type(value).__name__}>" if isinstance(value, torch.Tensor) else repr(value)
+
+    if "repr" in guards.GuardBuilder.id_match_unchecked.__code__.co_names:
+        vars(guards)["repr"] = without_elements
 
 
 def guard_absent_hooks() -> None:
@@ -1230,11 +1247,11 @@ def _put_off_waits() -> None:
 def compile_inner(
     gm: fx.GraphModule, example_inputs: Sequence[Any], options: Mapping[str, Any] | None = None, **kwargs: Any
 ) -> Any:
-    """Compiles one graph with Inductor, under ``options``. Leaves out the ``kwargs`` that this torch does not accept.
-    Returns a boxed callable. (``compile_fx_inner(gm, example_inputs, **kwargs)``, 2.11 to 2.15.)
+    """Compiles one graph with Inductor, under ``options``. Returns a boxed callable.
+    (``compile_fx_inner(gm, example_inputs, **kwargs)``, 2.11 to 2.15.)
 
     Every segment of a graph gets the arguments that AOTAutograd passes for the graph, but for those that describe the
-    graph's own inputs. 2.13, unlike 2.11, has ``compile_region_name``, for logs, and ``get_decomp_fn``, Inductor's
+    graph's own inputs. 2.12, unlike 2.11, has ``compile_region_name``, for logs, and ``get_decomp_fn``, Inductor's
     decompositions; both hold for a segment as well. ``placeholder.meta["is_static_input"]`` (2.15) removes an input
     from ``static_input_idxs``, of which a segment has none.
     """
@@ -1242,8 +1259,6 @@ def compile_inner(
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
 
-    accepted = inspect.signature(compile_fx_inner).parameters
-    kwargs = {k: v for k, v in kwargs.items() if k in accepted or "kwargs" in accepted}
     # what `compile_graph` sets for AOTAutograd's cache is not for Inductor's own
     apart = functorch_config.patch(bundled_autograd_cache=False)
     shared: Any = torch.compiler.config

@@ -211,11 +211,21 @@ def test_a(): pass
 def test_b(): os._exit(1)
 def test_c(): pass
 """
+_SENDS_LATE = """
+import time
+from xdist.workermanage import WorkerController
+plain = WorkerController.send_runtest_some
+def send(self, tests):
+    time.sleep(0.3)  # the worker ends meanwhile
+    plain(self, tests)
+WorkerController.send_runtest_some = send
+"""
 
 
 def test_a_worker_of_xdist_that_ends_costs_one_test(tmp_path: Path) -> None:
     pytest.importorskip("xdist")
     (tmp_path / "test_1.py").write_text(_ENDS)
+    (tmp_path / "conftest.py").write_text(_SENDS_LATE)
     for k in range(2, 5):
         (tmp_path / f"test_{k}.py").write_text("def test_a(): pass")
     for workers in ("1", "2"):

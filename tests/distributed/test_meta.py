@@ -46,8 +46,9 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.tokens, self.positions = nn.Embedding(VOCABULARY, DIM), Positions()
-        self.layers = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(3))
-        self.layers[1].bfloat16().requires_grad_(False)
+        dtypes = None, torch.bfloat16, None  # torch 2.11 draws other values for bf16
+        self.layers = nn.ModuleList(nn.Linear(DIM, DIM, dtype=dtype) for dtype in dtypes)
+        self.layers[1].requires_grad_(False)
         self.norm, self.head = nn.LayerNorm(DIM), nn.Linear(DIM, VOCABULARY, bias=False)
         self.head.weight = self.tokens.weight
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
 import pytest
@@ -71,15 +72,13 @@ def test_forward_mode_through_compiled_code_names_the_backend_that_has_it() -> N
         assert along is not None
         return along.sum()
 
-    for stage in (2, 3):
+    wanted = dual(make())
+    refused = pytest.raises(zc.ZcError, match=r'forward_ad through this model.*backend="eager"')
+    by_dynamo = torch.__version__ >= "2.14"  # it breaks the graph where a tensor with a tangent comes in
+    for stage, backend in ((2, "aot_eager"), (3, "aot_eager"), (3, "eager")):
         model = make()
-        zc.compile(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=stage, backend="aot_eager")
-        with pytest.raises(zc.ZcError, match=r'forward_ad through this model.*backend="eager"'):
-            dual(model)
+        zc.compile(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=stage, backend=backend)
+        with contextlib.nullcontext() if backend == "eager" or by_dynamo else refused:
+            assert dual(model).equal(wanted)
         model(X).sum().backward()  # the model is as it was
         zc.close(model)
-    model = make()
-    wanted = dual(model)
-    zc.compile(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=3, backend="eager")
-    assert dual(model).equal(wanted)
-    zc.close(model)

@@ -92,9 +92,11 @@ def test_graph_breaks_are_counted() -> None:
 
 
 @contract("guard_identity", "what Dynamo counts against recompile_limit, or the sources of parameters")
-def test_instances_of_one_class_are_no_recompiles() -> None:
+def test_instances_of_one_class_are_no_recompiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Dynamo compiles a function for more instances than its limit, which stays what it is, and other sizes of one
-    instance count as ever."""
+    instance count as ever. It prints no parameter."""
+    printed: list[Tensor] = []
+    monkeypatch.setattr(nn.Parameter, "__repr__", lambda param: printed.append(param) or "")
 
     class Layer(nn.Module):
         def __init__(self) -> None:
@@ -121,6 +123,7 @@ def test_instances_of_one_class_are_no_recompiles() -> None:
     for size in range(2, limit + 4):
         call(layer, torch.ones(size, 2))
     assert compiled.count(layer) == limit == torch._dynamo.config.recompile_limit
+    assert not printed
 
 
 @contract("global_state_check", "torch._C._dynamo.guards.GlobalStateGuard, or what it looks at")
