@@ -172,7 +172,7 @@ def _apply(
         return torch_private.plain_apply(model, function, recurse)
     in_buckets = {id(param) for param in runtime.placed.values()}
     weights = runtime.weights
-    filtered = _refusing_moves if weights.has_shards and not weights.is_held_whole else _skipping_copies
+    filtered = _refusing_moves if weights.has_shards and not weights.is_unsharded else _skipping_copies
     with weights.named_plainly():
         return torch_private.plain_apply(model, filtered(in_buckets, function), recurse)
 
@@ -214,7 +214,7 @@ def _refusing_moves(in_buckets: set[int], function: Callable[[Tensor], Tensor]) 
             return tensor
         if id(tensor) not in in_buckets:
             return function(tensor)
-        like = torch.tensor([-1234.5, 0.78125], dtype=tensor.dtype, device=tensor.device)
+        like = torch.tensor([-300.5, 0.78125]).to(tensor.device, tensor.dtype)  # frozen ones may be integers
         result = function(like.clone())
         if (result.dtype, result.device) != (like.dtype, like.device):
             raise ZcError(
