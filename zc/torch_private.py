@@ -733,6 +733,25 @@ def _print_no_elements() -> None:
         vars(guards)["repr"] = without_elements
 
 
+def guard_requires_grad(gm: fx.GraphModule) -> None:
+    """The graph that is being compiled runs only while each parameter that it reads is frozen, or trains, as now. torch
+    2.11 skips guards on tensors of a module whose dicts have not changed, so a layer that is thawed got no gradient.
+
+    Relies on ``meta["grapharg"]`` and on open guards, as `guard_identity` does; guards on attributes are not skipped.
+    """
+    from torch._dynamo.guards import GuardBuilder
+    from torch._dynamo.source import AttrSource
+    from torch._guards import TracingContext
+
+    if torch.__version__ >= "2.12":
+        return
+    guards = TracingContext.get().guards_context.dynamo_guards
+    for node in gm.graph.find_nodes(op="placeholder"):
+        read = node.meta.get("grapharg")
+        if read is not None and isinstance(read.example, nn.Parameter):
+            guards.add(AttrSource(read.source, "requires_grad").make_guard(GuardBuilder.CONSTANT_MATCH))
+
+
 def guard_absent_hooks() -> None:
     """The graph that is being compiled runs only for modules without hooks where it was traced without. By default
     Dynamo guards no empty dict of hooks, so one that comes later, or is on another block of a kind, would never run.

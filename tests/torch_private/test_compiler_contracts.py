@@ -213,6 +213,20 @@ def test_hooks_that_come_after_the_graph_run() -> None:
         assert torch.equal(compiled(x), x * 15 ** (k + 1))
 
 
+@contract("guard_requires_grad", "GuardBuilder.CONSTANT_MATCH of a parameter's attribute (2.11)")
+def test_a_parameter_that_is_thawed_gets_a_gradient() -> None:
+    def backend(gm: fx.GraphModule, inputs: list[Any]) -> Any:
+        torch_private.guard_requires_grad(gm)
+        return torch._dynamo.lookup_backend("aot_eager")(gm, inputs)
+
+    layer, x = nn.Linear(2, 2), torch.ones(1, 2, requires_grad=True)
+    compiled = torch_private.compiled_call(layer, backend)
+    for is_frozen in (True, True, False):
+        layer.requires_grad_(not is_frozen)
+        compiled(x).sum().backward()
+        assert (layer.weight.grad is None) == is_frozen
+
+
 @contract("compile_graph boxed", "compile_fx(inner_compile=), functorch's enable_autograd_cache or _boxed_call")
 def test_inner_compile_gets_forward_and_backward(traced: Traced) -> None:
     assert traced.graphs.keys() == {False, True}

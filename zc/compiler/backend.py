@@ -70,6 +70,7 @@ def make_backend(runtime: Runtime, find_block: FindBlock = lambda _: None) -> Ca
         block = find_block(names) if num_shared < MAX_SHARED else None
         num_shared += block is not None
         torch_private.guard_absent_hooks()
+        torch_private.guard_requires_grad(gm)
         torch_private.guard_identity(gm, [None if block is not None and block.path(n) else n for n in names])
         buffers = [k for k, value in enumerate(inputs) if torch_private.is_float_buffer(value)]
         origin = Origin(runtime, names, buffers, block, partial(torch_private.guard_identity, gm, names))
