@@ -88,16 +88,24 @@ class Cache(nn.Module):
 
 
 class Afterwards(State):
-    """The state is written where Dynamo compiles nothing, by ``.data``: MoCo's queue."""
+    """Buffers are written where Dynamo compiles nothing, by ``.data``, as MoCo's queue. Eager autograd saves what is
+    derived of the state, and the scale itself: its backward reads the new scale."""
+
+    scale: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.linspace(0.5, 2, DIM))
 
     def forward(self, x: Tensor) -> Tensor:
-        y = torch.tanh(self.first(x) * (2 * self.state + 1))
+        y = torch.tanh(self.first(x) * self.scale * (2 * self.state + 1))
         self.write(y.detach())
         return self.last(y)  # type: ignore[no-any-return]
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def write(self, y: Tensor) -> None:
-        self.state.data.mul_(0.9).add_(y.mean(0), alpha=0.1)
+        for buffer in (self.state, self.scale):
+            buffer.data.mul_(0.9).add_(y.mean(0), alpha=0.1)
 
 
 def _add(name: str, make: type[nn.Module]) -> None:

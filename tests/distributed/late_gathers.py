@@ -3,23 +3,40 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from inline_streams import Delayed
 from models import mean_square, mlp, vectors
 from torch import nn
 from training_runs import adamw
 
 import zc.api
-from zc.engine.streams import Task
+from zc.engine.streams import Task, ThreadStreams
 from zc.schedule.buffer import COMM, MAIN
 from zc.weights.overlapped import OverlappedWeights
 
 DIM, DEPTH, BUCKET = 32, 4, 5000  # one bucket a layer
 LATE = 0.02  # seconds before each bucket's gather
 VERY_LATE = 0.07  # where a single read has to come before the last one
+
+
+class Delayed(ThreadStreams):
+    """A stream in ``delays`` sleeps so many seconds before each of its tasks."""
+
+    def __init__(self, delays: Mapping[str, float] | None = None) -> None:
+        super().__init__()
+        self.delays = dict(delays or {})
+
+    def run_on(self, stream: str, task: Task) -> None:
+        seconds = self.delays.get(stream, 0.0)
+
+        def late() -> object:
+            time.sleep(seconds)
+            return task()
+
+        super().run_on(stream, late if seconds else task)
 
 
 class Late(Delayed):

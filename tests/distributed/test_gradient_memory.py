@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from harness import run_cases, run_ranks
-from inline_streams import Delayed
+from late_gathers import Delayed
 from models import Heads, mean_square, mlp, seeded, vectors
 from torch import Tensor, nn
 from training_runs import adamw

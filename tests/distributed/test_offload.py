@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from harness import run_cases, run_ranks
-from inline_streams import Delayed
+from late_gathers import Delayed
 from models import Heads, mean_square, mlp, seeded, vectors
 from oracle import weights, worst
 from tiers import FULL

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from harness import run_ranks
-from inline_streams import Delayed
+from late_gathers import Delayed
 from models import seeded
 from tiers import COMPILED, FULL
 from torch import Tensor, nn

@@ -1,15 +1,12 @@
-"""Streams that run schedules in one thread, and streams that are late."""
+"""Streams for schedules that run in one thread."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from zc.engine.ledger import Clock
-from zc.engine.streams import Task, ThreadStreams
 
 
 class Inline:
@@ -30,20 +27,3 @@ class Inline:
 
     def hand_to_main(self, tensors: Any, marks: Any) -> None:
         pass
-
-
-class Delayed(ThreadStreams):
-    """A stream in ``delays`` sleeps so many seconds before each of its tasks."""
-
-    def __init__(self, delays: Mapping[str, float] | None = None) -> None:
-        super().__init__()
-        self.delays = dict(delays or {})
-
-    def run_on(self, stream: str, task: Task) -> None:
-        seconds = self.delays.get(stream, 0.0)
-
-        def late() -> object:
-            time.sleep(seconds)
-            return task()
-
-        super().run_on(stream, late if seconds else task)

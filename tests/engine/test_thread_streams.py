@@ -12,7 +12,7 @@ import adversary
 import pytest
 import torch
 from adversary import Values
-from inline_streams import Delayed
+from late_gathers import Delayed
 from schedules import SHAPES, make, schedule
 from simulation import Simulation, same
 from torch import Tensor

@@ -73,7 +73,8 @@ def make_backend(runtime: Runtime, find_block: FindBlock = lambda _: None) -> Ca
         torch_private.guard_requires_grad(gm)
         torch_private.guard_identity(gm, [None if block is not None and block.path(n) else n for n in names])
         buffers = [k for k, value in enumerate(inputs) if torch_private.is_float_buffer(value)]
-        origin = Origin(runtime, names, buffers, block, partial(torch_private.guard_identity, gm, names))
+        with_grad = [k for k, value in enumerate(inputs) if getattr(value, "requires_grad", False)]
+        origin = Origin(runtime, names, buffers, with_grad, block, partial(torch_private.guard_identity, gm, names))
         hook = partial(_compile, origin)
         options = runtime.inductor_options
         if runtime.config.backend == "aot_eager":

@@ -87,11 +87,12 @@ class Block(Protocol):
 class Origin:
     """The graph of Dynamo's that AOTAutograd has made a forward and a backward of. ``names``: of the parameters among
     its inputs. ``block``: the one that it was traced for; None: it belongs to the very parameters that it is guarded
-    by. ``buffers``: positions of inputs that are buffers of floating point."""
+    by. ``buffers``, ``with_grad``: positions of inputs that are buffers of floating point, and that have a gradient."""
 
     runtime: Runtime
     names: Sequence[str | None]
     buffers: Collection[int]
+    with_grad: Collection[int]
     block: Block | None
     guard_identity: Callable[[], None]
     returned: list[int] = field(default_factory=list)  # inputs that are sharded weights, of which it returns views
@@ -254,13 +255,24 @@ def keep_from_writes(origin: Origin, traced: Traced) -> Traced:
     """A forward graph whose backward gets copies of values in the memory of inputs that may be written before it reads
     them: those that the graph writes, and buffers, which code after a graph break or the loop may write. AOTAutograd
     saves such an input to derive from it again what eager autograd has saved (torch 2.11 to 2.15): a gradient would be
-    made of the new values. Buffers of integers stay: packed weights are large, and few are written."""
+    made of the new values.
+
+    Where an operation reads a buffer beside a value with a gradient, eager autograd saves the buffer itself, so its
+    backward finds what was written, too: such a buffer stays, as do tables of rotary positions. Buffers of integers
+    stay: packed weights are large, and few are written."""
     before = traced.gm.graph
-    may_be_written = {*traced.written, *origin.buffers}
+    index_of = {node: torch_private.input_index(node.meta.get("desc")) for node in before.find_nodes(op="placeholder")}
+    with_grad = {node for node, index in index_of.items() if index in origin.with_grad}
+    saved_by_eager = set[Any]()  # storages
+    for node in before.nodes:
+        if node.op != "output" and not with_grad.isdisjoint(node.all_input_nodes):
+            with_grad.add(node)
+            saved_by_eager.update(read.meta.get("storage") for read in node.all_input_nodes if read not in with_grad)
     written = {
         node.meta["storage"]
-        for node in before.find_nodes(op="placeholder")
-        if "storage" in node.meta and torch_private.input_index(node.meta.get("desc")) in may_be_written
+        for node, index in index_of.items()
+        if "storage" in node.meta
+        and (index in traced.written or (index in origin.buffers and node.meta["storage"] not in saved_by_eager))
     }
     first = torch_private.num_forward_outputs()
     saved = returned_by(before)[first:] if first is not None else []
