@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,7 +21,6 @@ from harness import RanksFailed, patience, probed, run_ranks
 from tiers import full_only
 
 import zc
-from zc.ranks import watch
 
 
 def _pid_and_sum(rank: int, world_size: int, factor: float) -> tuple[int, float, float, int]:
@@ -65,6 +65,7 @@ def test_processes_stay_and_each_job_starts_the_same() -> None:
 
 
 _KEPT: list[list[Any]] = []  # of a rank
+_DROPPED: list[weakref.ref[torch.nn.Module]] = []
 
 
 def _keeps(rank: int, world_size: int) -> None:
@@ -76,10 +77,11 @@ def _gives_it_a_model_and_drops_it(rank: int, world_size: int) -> None:
     model = torch.nn.Linear(2, 2)
     zc.compile(model, torch.optim.SGD(model.parameters(), lr=0.1), backend="eager")
     _KEPT.pop().append(model)
+    _DROPPED.append(weakref.ref(model))
 
 
-def _alive_and_walked(rank: int, world_size: int) -> tuple[int, int]:
-    return len(watch._ALL), len(gc.get_objects())
+def _is_alive_and_walked(rank: int, world_size: int) -> tuple[bool, int]:
+    return _DROPPED.pop()() is not None, len(gc.get_objects())
 
 
 def test_a_model_held_by_what_was_frozen_ends_and_what_jobs_leave_is_frozen() -> None:
@@ -87,8 +89,8 @@ def test_a_model_held_by_what_was_frozen_ends_and_what_jobs_leave_is_frozen() ->
     walked up to 460,000 objects."""
     for job in (_keeps, _gives_it_a_model_and_drops_it):
         run_ranks(job, 2)
-    for num_alive, num_walked in run_ranks(_alive_and_walked, 2):
-        assert num_alive == 0 and num_walked < 5000
+    for is_alive, num_walked in run_ranks(_is_alive_and_walked, 2):
+        assert not is_alive and num_walked < 5000
 
 
 def test_an_exception_names_its_rank_and_keeps_the_pool() -> None:
