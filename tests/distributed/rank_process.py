@@ -12,8 +12,8 @@ import pickle
 import signal
 import socket
 import sys
+import threading
 import traceback
-import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -175,9 +175,6 @@ def _run(fn: Callable[..., Any], rank: int, world_size: int, args: tuple[Any, ..
     return result
 
 
-_HELD: weakref.WeakSet[Any] = weakref.WeakSet()  # watches of models that a walk of all did not end
-
-
 def _end_job(is_fine: bool) -> None:
     import torch.distributed as dist
 
@@ -190,15 +187,10 @@ def _end_job(is_fine: bool) -> None:
             dist.barrier()
     dist.destroy_process_group()  # a failed rank does so at once: whoever waits for it gets an error, not a timeout
     collect()
-    # A model that is alive may be held by what was frozen and is garbage now, with its groups' threads: all is walked
-    # once more. What stays then is held by an error that something keeps, say. (The model's watch says whether it is
-    # alive. The watch's thread does not: it sees up to a tick later that a model is gone.)
-    watch = sys.modules.get("zc.ranks.watch")
-    if watch is not None and not _HELD.issuperset(watch._ALL):
-        gc.unfreeze()
-        collect()
-        _HELD.update(watch._ALL)
-    gc.freeze()  # what is alive between jobs (modules, caches) stays: to walk it each time takes 0.2 s
+    # What is alive between jobs (modules, caches) stays: to walk it each time takes 0.2 s. A model may still be alive,
+    # in a thread that waits or an error that something keeps; frozen, it would stay for good, with its groups' threads.
+    if not any(thread.name.startswith("zc ") for thread in threading.enumerate()):
+        gc.freeze()
 
 
 def collect() -> None:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 import subprocess
 import sys
 import time
-import weakref
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import harness
@@ -19,8 +16,6 @@ import torch
 import torch.distributed as dist
 from harness import RanksFailed, patience, probed, run_ranks
 from tiers import full_only
-
-import zc
 
 
 def _pid_and_sum(rank: int, world_size: int, factor: float) -> tuple[int, float, float, int]:
@@ -62,35 +57,6 @@ def test_processes_stay_and_each_job_starts_the_same() -> None:
     assert [r[1] for r in first] == [3.0, 3.0] and [r[1] for r in second] == [30.0, 30.0]
     assert len({r[2] for r in first + second}) == 1
     assert first[0][3] != first[1][3]
-
-
-_KEPT: list[list[Any]] = []  # of a rank
-_DROPPED: list[weakref.ref[torch.nn.Module]] = []
-
-
-def _keeps(rank: int, world_size: int) -> None:
-    _KEPT.append([])
-    _KEPT[0].append(_KEPT[0])
-
-
-def _gives_it_a_model_and_drops_it(rank: int, world_size: int) -> None:
-    model = torch.nn.Linear(2, 2)
-    zc.compile(model, torch.optim.SGD(model.parameters(), lr=0.1), backend="eager")
-    _KEPT.pop().append(model)
-    _DROPPED.append(weakref.ref(model))
-
-
-def _is_alive_and_walked(rank: int, world_size: int) -> tuple[bool, int]:
-    return _DROPPED.pop()() is not None, len(gc.get_objects())
-
-
-def test_a_model_held_by_what_was_frozen_ends_and_what_jobs_leave_is_frozen() -> None:
-    """A model in frozen garbage stayed, and with it its watch, for which no later job froze anything: each collection
-    walked up to 460,000 objects."""
-    for job in (_keeps, _gives_it_a_model_and_drops_it):
-        run_ranks(job, 2)
-    for is_alive, num_walked in run_ranks(_is_alive_and_walked, 2):
-        assert not is_alive and num_walked < 5000
 
 
 def test_an_exception_names_its_rank_and_keeps_the_pool() -> None:
