@@ -53,6 +53,7 @@ ATTRIBUTES = ("is_cpu", "is_mps", "is_xpu", "is_xla", "is_sparse_csr", "names", 
 ASKED |= {name: lambda p, name=name: getattr(p, name)() for name in NAMES}
 ASKED |= {name: lambda p, name=name: getattr(p, name) for name in ATTRIBUTES}
 OWN = frozenset(f"Tensor.{name}" for name in (  # of the object, or of the class that zc gives it
+    "__firstlineno__", "__static_attributes__",  # since Python 3.13
     "__hash__", "__module__", "__repr__", "__weakref__", "_cdata", "_post_accumulate_grad_hooks",
 ))  # fmt: skip
 
