@@ -40,10 +40,8 @@ def _set_by_mask(s: Script, p: Any) -> None:
 
 
 def _centralise(s: Script, p: Any) -> None:
-    """By the mean of each row, as the error of p.grad.mean(dim=1) says."""
     if p.dim() > 1:
-        whole = s.grad(p)
-        p.grad.copy_(whole - whole.mean(dim=1, keepdim=True))
+        p.grad.sub_(p.grad.mean(dim=1, keepdim=True))
 
 
 def _clip_by_weights(s: Script, p: Any) -> None:
@@ -67,7 +65,7 @@ EDITS: dict[str, Callable[[Script, Any], Any]] = {
     "its .data assigned": _set_data,
     "a clone, assigned": _assign(lambda g: g.detach().clone()),
     "mean and deviation of one": _assign(lambda g: (g - g.mean()) / (g.std() + 1e-3) if g.numel() > 1 else g),
-    "centralised by rows (full_tensor, copy_)": _centralise,
+    "centralised by rows": _centralise,
     "adaptive clipping by whole parameters": _clip_by_weights,
     "torch._foreach_ functions": lambda s, p: torch._foreach_lerp_([p.grad], [p.grad.sign()], 0.01),
     "a power of its magnitude": _assign(lambda g: g.sign() * (g.abs() + 1e-6).pow(0.75)),

@@ -78,7 +78,6 @@ def total_norm(s: Script) -> None:
 USES: dict[str, Callable[[Script, nn.Parameter], Any]] = {
     "NumPy": lambda s, p: p.grad.numpy(),
     "one row": lambda s, p: p.grad[0],
-    "the mean of each row": lambda s, p: p.grad.mean(dim=1, keepdim=True),
     "a product of matrices": lambda s, p: p.grad @ torch.ones_like(p.grad).t(),
     "all_reduce": lambda s, p: torch.distributed.all_reduce(p.grad),
 }

@@ -22,6 +22,7 @@ from training_runs import message_of
 
 import zc
 from zc.optim.assignment import try_out
+from zc.optim.class_methods import candidates
 from zc.optim.local import class_of, second_object
 from zc.optim.trials import check_positions, habits_of, num_closure_calls
 from zc.registry import sharded
@@ -59,6 +60,62 @@ def test_a_stacked_group_is_tried_with_equal_shapes() -> None:
     try_out(Stacked(matrices()), 2, CPU)
     kind, text = message_of(lambda: try_out(JointNorm(matrices()), 2, CPU))
     assert kind == "PlanError" and "JointNorm depends on all of its parameters together" in text
+
+
+class Distance(Lion):
+    """Its rate is an estimate over all elements, which begins at next to nothing, as Prodigy's."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["distance"] = self.largest(group) * group.get("distance", 1e-6)
+            for param in group["params"]:
+                param.sub_(group["lr"] * group["distance"] * param.grad.sign())
+
+    @staticmethod
+    def largest(group: dict[str, Any]) -> float:
+        norms = [float(param.grad.norm()) for param in group["params"] if param.grad is not None]
+        return 1 + 1e-3 * max(norms, default=0.0)
+
+
+class DistanceLogged(Distance):
+    """The same number, which nothing reads."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["distance"] = self.largest(group)
+        Lion.step(self)
+
+
+class SmallDecay(Lion):
+    """A decay, small beside the update, over a norm of all parameters."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            norm = sum(float(param.grad.norm()) for param in group["params"] if param.grad is not None)
+            for param in group["params"]:
+                param.mul_(1 - group["lr"] * group["weight_decay"] / (1 + norm))
+        super().step()
+
+
+@zc.elementwise
+class DistanceOfElements(Distance):
+    pass
+
+
+def test_estimates_too_small_to_see_are_refused() -> None:
+    """Prodigy trained wrong in silence: for three steps it changes no weight. A class may log the same number."""
+    decaying = SmallDecay(matrices())
+    decaying.param_groups[0]["weight_decay"] = 1e-4
+    for optimizer in (Distance(matrices()), DistanceOfElements(matrices()), decaying):
+        kind, text = message_of(lambda optimizer=optimizer: try_out(optimizer, 2, CPU))  # type: ignore[misc]
+        assert kind == "PlanError" and ("all of its parameters" in text or "the option 'distance'" in text), text
+    try_out(DistanceLogged(matrices()), 2, CPU)
+
+
+def test_a_static_method_of_the_class_stays_one() -> None:
+    assert candidates(Distance) == [], "a method in its place got the object, too"
 
 
 @pytest.mark.parametrize("fullgraph", [True, False])

@@ -40,7 +40,7 @@ def candidates(cls: type[Optimizer]) -> list[str]:
         name
         for name in names
         if not name.startswith("_") and name not in REPLACED
-        if isinstance(getattr(cls, name), types.FunctionType) and _takes_nothing(getattr(cls, name))
+        if isinstance(inspect.getattr_static(cls, name), types.FunctionType) and _takes_nothing(getattr(cls, name))
         if {"params", "state"} & mentions(cls, name)
     ]
 

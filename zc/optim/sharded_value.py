@@ -6,9 +6,9 @@
 Functions on such values follow one table over the schemas of aten. An *elementwise* function, in place or not, takes
 this rank's elements of each operand, be it a number, another value of the same parameter, or a whole tensor that
 broadcasts to the parameter's shape. Its result is such a value again. Where a whole tensor is written, the values are
-gathered first, on all ranks. A *reduction* over all elements is a plain tensor, the same on all ranks. A *random*
-function draws the whole tensor's numbers on every rank, as one process would, and each keeps its own. Everything else,
-such as rows, views and products of matrices, raises an error that says what to call.
+gathered first, on all ranks. A *reduction* is a plain tensor, the same on all ranks; one over some dimensions gathers
+the values. A *random* function draws the whole tensor's numbers on every rank, as one process would, and each keeps its
+own. Everything else, such as one row, views and products of matrices, raises an error that says what to call.
 
 Of a reduction each rank has partial numbers, in fp64, and all ranks join them in one order, so all have the same bits.
 """
@@ -444,12 +444,12 @@ def _reduce(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         _refuse(func, args, kwargs)
     dim = given.get("dim")
     dims = [dim] if isinstance(dim, int) else list(dim or ())
-    if dims and value.dim() and len({d % value.dim() for d in dims}) < value.dim():
-        name = func.overloadpacket.__name__.removeprefix("linalg_vector_")
-        raise ZcError(value._refusal(f"{name}(dim={dims})"))
-    if func.overloadpacket.__name__ in ("max", "min") and dims:
-        _refuse(func, args, kwargs)  # it asks for the place, too
     name = func.overloadpacket.__name__
+    if dims and value.dim() and (name in ("max", "min") or len({d % value.dim() for d in dims}) < value.dim()):
+        # of rows, which lie on several ranks, or with a place
+        value.owner.refuse_early(f"{name.removeprefix('linalg_vector_')}(dim={dims}) of {value._what()}")
+        whole = value.full_tensor().to(value.dtype)
+        return func(whole, *args[1:], **kwargs)
     dtype = dtype_of(name, value._local.dtype, given)
     result: Tensor = value.owner.reduce(value, choose(name, given), dtype)
     return result.reshape([1] * value.dim()) if given.get("keepdim") else result

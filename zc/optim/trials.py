@@ -56,23 +56,31 @@ def check_elementwise(optimizer: Optimizer, block: int, device: torch.device) ->
     for number, group in enumerate(optimizer.param_groups):
         where = f"zc.elementwise({name}): parameter group {number}"
         try:
-            whole, again = (update_copy(optimizer, group, [value], [grads], seed)[0].elementwise() for seed in (1, 2))
+            updated, other = (update_copy(optimizer, group, [value], [grads], seed)[0] for seed in (1, 2))
         except Communicates as error:
             raise PlanError(_advice(optimizer, error)) from None
         except Exception as error:
             raise PlanError(f"{where} can't be tried on small data: {type(error).__name__}: {error}") from error
-        if difference(whole, again) is not None:
+        whole = updated.elementwise()
+        if difference(whole, other.elementwise()) is not None:
             raise PlanError(f"{where} draws random numbers, so a slice's update is never the whole parameter's")
         outcomes: list[dict[str, Tensor]] = []
         for part in slices:  # each alone, as on its rank
             try:
                 flat = [grad.view(-1)[part] for grad in grads]
-                outcomes.append(update_copy(optimizer, group, [value.view(-1)[part]], [flat], 1)[0].elementwise())
+                of_slice = update_copy(optimizer, group, [value.view(-1)[part]], [flat], 1)[0]
             except Exception as error:
                 raise PlanError(
                     f"{where} is not elementwise: it updates a matrix {(ROWS, columns)} and refuses elements "
                     f"[{part.start}, {part.stop}) of it ({type(error).__name__}: {error}). Take the declaration away"
                 ) from error
+            for option in _estimates(updated, of_slice):
+                raise PlanError(
+                    f"{where} is not elementwise: its step reads the option {option!r}, which it makes of all elements "
+                    f"of a matrix {(ROWS, columns)} ({updated.options[option]}) or of a slice of it "
+                    f"({of_slice.options[option]}). Take the declaration away"
+                )
+            outcomes.append(of_slice.elementwise())
         joined = joined_parts(outcomes)
         key = difference({k: v.view(-1) for k, v in whole.items()}, joined)
         if key is not None:
@@ -101,21 +109,34 @@ def check_independent(optimizer: Optimizer, device: torch.device) -> None:
     """
     if wrapped(optimizer) is not None:
         return
-    for group in optimizer.param_groups:
+    for group, is_given in itertools.product(optimizer.param_groups, (True, False)):
+        # small decays drown in rounding, and what scales them may read all parameters
+        decays = {} if is_given else {key: 1.0 for key in group if "weight_decay" in key and _is_number(group[key])}
+        if not is_given and not decays:
+            continue
         try:
-            trial = _try_pair(optimizer, group, device)
+            trial = _try_pair(optimizer, {**group, **decays}, device)
         except Communicates as error:
             raise PlanError(_advice(optimizer, error)) from None
         if trial is None or trial.is_random:
-            return
+            if is_given:
+                return
+            continue
         pairs = zip(trial.together, trial.apart, strict=True)
-        if any(difference(a.elementwise(), b.elementwise(), trial.close) is not None for a, b in pairs):
+        if any(
+            _estimates(a, b) or difference(a.elementwise(), b.elementwise(), trial.close) is not None for a, b in pairs
+        ):
             raise PlanError(
                 f"the update of {type(optimizer).__name__} depends on all of its parameters together (a norm or an "
                 "estimate over them), and ranks own different ones: it can't be shared between ranks. Clip by "
                 "zc.clip_grad_norm_ in the loop and leave it out of the update, or use an optimizer that treats "
                 "parameters one by one"
             )
+
+
+def _is_number(option: Any) -> bool:
+    """One other than 0."""
+    return isinstance(option, float) and option != 0
 
 
 def check_positions(optimizer: Optimizer, device: torch.device) -> None:
@@ -377,6 +398,31 @@ class Communicates(Exception):
     """An update started a collective of its own."""
 
 
+class _Options(dict[str, Any]):
+    """A parameter group that notes which options a step reads before it writes them."""
+
+    def __init__(self, items: Mapping[str, Any]) -> None:
+        super().__init__(items)
+        self.read: set[str] = set()
+        self.written: set[str] = set()  # in this step
+
+    def __getitem__(self, key: str) -> Any:
+        self._note(key)
+        return super().__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self._note(key)
+        return super().get(key, default)
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self.written.add(key)
+        super().__setitem__(key, value)
+
+    def _note(self, key: str) -> None:
+        if key not in self.written:
+            self.read.add(key)
+
+
 class Updated(NamedTuple):
     """One parameter after the updates: its change, and its state as the optimizer keeps it."""
 
@@ -387,6 +433,7 @@ class Updated(NamedTuple):
     edits_data: bool = False  # a step has changed its gradient without autograd's counting it
     draws: bool = False  # torch's random numbers
     stepped: Any = None  # what the last step has returned
+    reads: frozenset[str] = frozenset()  # options of its group that a step reads before it writes them
 
     def elementwise(self) -> dict[str, Tensor]:
         """The change under "", and each floating-point state of the parameter's size. Codes of a quantised state are
@@ -430,7 +477,7 @@ def update_copy(
         options["lr"] = float(next(rate for rate in rates if rate is not None and float(rate) > 0))
     if "param_names" in options:  # names may differ in what they do, so all have the first one
         options["param_names"] = options["param_names"][:1] * len(params)
-    twin.param_groups = [{**options, "params": params}]
+    twin.param_groups = [noting := _Options({**options, "params": params})]
     first = optimizer.state.get(group["params"][0], {}) if group["params"] else {}  # by __init__ (Adagrad)
     twin.state.update(copies.copied({key: item for key, item in optimizer.state.items() if isinstance(key, str)}))
     for param in params if first else ():
@@ -455,6 +502,7 @@ def update_copy(
             given = [own[k].clone() if own else None for own in grads]
             for param, grad in zip(params, given, strict=True):
                 param.grad = grad
+            noting.written.clear()
             stepped = twin.step(*([closure] if closure is not None else []))
             for n, grad in enumerate(given):
                 if grad is not None and torch_private.version(grad) == 0 and not torch.equal(grad, grads[n][k]):
@@ -469,7 +517,15 @@ def update_copy(
     returned = None if returned is twin else returned
     options = {key: option for key, option in twin.param_groups[0].items() if key != "params"}
     updated = zip(changes, states, edits_data, strict=True)
-    return [Updated(change, state, returned, options, edits, draws, stepped) for change, state, edits in updated]
+    last = draws, stepped, frozenset(noting.read)
+    return [Updated(change, state, returned, options, edits, *last) for change, state, edits in updated]
+
+
+def _estimates(one: Updated, other: Updated) -> list[str]:
+    """The options that steps read again, and have made of other parameters: to be sure of what grows from nothing, as
+    Prodigy's estimate of a distance does, it would take many steps."""
+    read = (key for key in one.options if key in one.reads and key in other.options)
+    return [key for key in read if not _is_same(one.options[key], other.options[key])]
 
 
 def difference(one: Mapping[str, Tensor], other: Mapping[str, Tensor], close: float = CLOSE) -> str | None:
