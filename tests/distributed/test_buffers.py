@@ -115,6 +115,8 @@ MODELS = {"batch_norm": batch_norm, "codebook": Codebook}
 def _against_ddp(rank: int, world_size: int, backend: str, stage: int, chosen: list[str]) -> None:
     for name in chosen:
         for how in HOWS if FULL or backend == "eager" else ("looks", "writes and evaluates"):
+            if torch.__version__ < "2.12" and (name, how) == ("batch_norm", "looks"):
+                continue  # DDP broadcasts the statistics, which the backward has saved in 2.11: an error
             torch.manual_seed(0)
             plain = MODELS[name]()
             optimizer = SGD(plain.parameters(), lr=0.1)

@@ -360,7 +360,7 @@ def test_a_store_through_another_connection(monkeypatch: pytest.MonkeyPatch) -> 
         connection, is_own = torch_private.own_store()
         connection.set("a key", "a value")
         assert is_own and store.get("a key") == b"a value"
-    monkeypatch.setattr(torch_private, "default_store", object)
+    monkeypatch.setattr(torch_private, "default_store", type("OfTheProgram", (torch.distributed.Store,), {}))
     assert not torch_private.own_store()[1]
 
 

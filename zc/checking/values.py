@@ -136,7 +136,7 @@ def copied(model: nn.Module, optimizer: Any) -> tuple[nn.Module, Any]:
         for each in given_in(optimizer):
             _copy_optimizer(each, memo)
         return twin, copy.deepcopy(optimizer, memo)
-    except (TypeError, RuntimeError, NotImplementedError) as error:
+    except (TypeError, RuntimeError) as error:
         raise PlanError(
             f"zc.check trains copies, and {type(model).__name__} or its optimizer can't be copied "
             f"({type(error).__name__}: {error}): call it before the first forward, and keep no tensor with a graph, "

@@ -88,7 +88,7 @@ class Copies(pickle.Pickler):
         return (MethodType, (item.__func__, item.__self__)) if isinstance(item, MethodType) else NotImplemented
 
     def _copy_tensor(self, tensor: Tensor) -> Tensor:
-        with contextlib.suppress(RuntimeError, NotImplementedError):
+        with contextlib.suppress(RuntimeError):
             own: Tensor = copy.deepcopy(tensor, self.known)  # views of one storage stay views of one
             return own
         self.known[id(tensor)] = cloned = tensor.clone()  # a result of autograd
