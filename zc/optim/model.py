@@ -20,7 +20,7 @@ from zc import torch_private
 from zc.engine.core import Listener
 from zc.errors import ZcError
 from zc.optim.assignment import Assignment
-from zc.optim.grad_shards import EARLY, GradShards, ShardedGrad
+from zc.optim.grad_shards import IN_NO_SYNC, GradShards, ShardedGrad
 from zc.optim.optimizer import ShardedOptimizer
 from zc.optim.param_writes import ParamWrites
 from zc.optim.sharded_value import ShardedValue
@@ -100,8 +100,8 @@ class ShardedModel(Listener):
     def is_value(self, name: str, grad: Tensor) -> bool:
         if not isinstance(grad, ShardedValue) or grad.is_live or grad.part != self.grad_shards.part(name):
             return False
-        if grad.early is not None:
-            raise ZcError(EARLY.format(f"{name}.grad = {grad.early}"))
+        if grad.nonlinear is not None:
+            raise ZcError(IN_NO_SYNC.format(f"{name}.grad = {grad.nonlinear}"))
         return True
 
     def has_taken(self, grad: Tensor) -> bool:

@@ -514,7 +514,7 @@ class ShardedOptimizer:
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         self.refuse_other_methods()
-        self.grad_shards.refuse_early(f"{type(self.optimizer).__name__}.step()")
+        self.grad_shards.refuse_in_no_sync(f"{type(self.optimizer).__name__}.step()")
         self.publish_rest()
         self.grad_shards.unscaled.discard(self.number)
         self._check_places("before step()")
