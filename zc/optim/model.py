@@ -130,6 +130,7 @@ class ShardedModel(Listener):
         the old one must not show the next gradient."""
         if self.grad_shards.taken:
             self.grad_shards.forget_taken(names)
+        self.grad_shards.is_read_in_no_sync = False
         self.grad_shards.forget_numbers()
         grads = self.runtime.sharded_grads
         for name in names:

@@ -293,7 +293,7 @@ def _by_element(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     first: ShardedValue = written[0] if written else values[0]
     if func is aten.copy_.default and isinstance(args[1], Tensor) and not isinstance(args[1], ShardedValue):
         first.owner.refuse_whole_write(func, first.param_name)  # DDP's finalizer brings the mean of nothing
-    nonlinear = first.owner.nonlinear(func, args, values)
+    nonlinear = first.owner.nonlinear(func, args, kwargs, values)
     if written and first.is_live and nonlinear is not None:
         first.owner.refuse_in_no_sync(nonlinear)
     if "memory_format" in kwargs:  # values have the parameter's
@@ -470,6 +470,7 @@ def _all_close(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool
 
 
 def _item(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    args[0].owner.is_read_in_no_sync |= args[0].owner.is_in_no_sync
     return args[0].full_tensor().item()
 
 
