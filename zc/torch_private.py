@@ -1140,18 +1140,18 @@ def compile_graph(
     from torch._inductor.compile_fx import compile_fx
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
-    own = (options or {}).get("joint_custom_post_pass", config.joint_custom_post_pass)
+    given: Any = (options or {}).get("joint_custom_post_pass", config.joint_custom_post_pass)
+    passes = [*given] if isinstance(given, (list, tuple)) else [given] if given is not None else []
 
     class JointPass(CustomGraphPass):
         def __call__(self, graph: fx.Graph) -> None:
-            if own is not None:
-                own(graph)
-            if joint_pass is not None:
-                joint_pass(graph)
+            for each in (*passes, joint_pass):
+                if each is not None:
+                    each(graph)
 
-        def uuid(self) -> Any:  # None: the program's own pass has no key, and nothing is cached
-            key = own.uuid() if isinstance(own, CustomGraphPass) else None
-            return None if own is not None and key is None else (str(joint_pass), key)
+        def uuid(self) -> Any:  # None: a pass of the program has no key, and nothing is cached
+            keys = [each.uuid() if isinstance(each, CustomGraphPass) else None for each in passes]
+            return None if None in keys else (str(joint_pass), *keys)
 
     is_cached = kept_as is not None and functorch_config.enable_autograd_cache
     settings = functorch_config.patch(
