@@ -417,6 +417,8 @@ def close(model: nn.Module) -> None:
 def _make_plain(model: nn.Module, compiled: ShardedModel) -> None:
     """Removes from the model and its optimizers what `zc.compile` has put there."""
     del COMPILED[model]
+    for take_off in compiled.at_close:
+        take_off(model)
     guards.remove(model)
     torch_private.call_instead(model, None)
     restore(compiled.runtime, {name: param.dtype for name, param in compiled.runtime.placed.items()})

@@ -151,7 +151,6 @@ def remember_names(model: nn.Module, runtime: Runtime) -> None:
 def remove(model: nn.Module) -> None:
     """Removes everything that `install` and `install_call` added to the model."""
     told = torch_private.told_ddp(model)
-    vars(model).pop("_is_accelerate_prepared", None)  # by it accelerate would leave DDP out of the plain module, too
     vars(model).pop(_SYNCS, None)
     own = _Mark, Instead, NoSync, NoJoin, NotForDDP
     for module in model.modules():

@@ -11,7 +11,7 @@ the buckets of one optimizer. Gradients that another optimizer has not used yet 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
@@ -40,6 +40,7 @@ class ShardedModel(Listener):
 
     def __init__(self, runtime: Runtime, assignment: Assignment, make_updater: MakeUpdater) -> None:
         self.runtime, self.container = runtime, assignment.container
+        self.at_close: list[Callable[[nn.Module], None]] = []  # takes off the model what an integration has put there
         self.grad_shards = GradShards(runtime)
         self._writes = ParamWrites(runtime)
         self.optimizers = [
