@@ -387,8 +387,11 @@ def close(model: nn.Module) -> None:
         RankMismatchError, RankLostError: not all ranks have called it. Everything on this rank is closed except the
             groups.
         CheckpointError: the pending save has failed; nothing has changed.
-        ZcError: it was called inside `whole_parameters` of sharded weights; nothing has changed.
+        ZcError: it was called inside `whole_parameters` of sharded weights, or with something that is no model;
+        nothing has changed.
     """
+    if not isinstance(model, nn.Module):
+        raise ZcError(f"zc.close takes the compiled model, not a {type(model).__name__}: call zc.close(model)")
     unlock_dropped()
     compiled = COMPILED.get(model)
     if compiled is None:
@@ -414,6 +417,8 @@ def close(model: nn.Module) -> None:
 def _make_plain(model: nn.Module, compiled: ShardedModel) -> None:
     """Removes from the model and its optimizers what `zc.compile` has put there."""
     del COMPILED[model]
+    for take_off in compiled.at_close:
+        take_off(model)
     guards.remove(model)
     torch_private.call_instead(model, None)
     restore(compiled.runtime, {name: param.dtype for name, param in compiled.runtime.placed.items()})
@@ -494,8 +499,14 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
 
     Returns the norm before, fp32, 0-d: the norm of the mean gradient over all ranks, each element counted once, as
     `torch.nn.utils.clip_grad_norm_` gives it under DDP. A NaN or infinity stays one.
+
+    Raises:
+        ValueError: ``max_norm`` is negative, NaN or no number; nothing has changed.
     """
-    return sharded(model).grad_shards.clip_grad_norm_(float(max_norm))
+    number = float(max_norm) if isinstance(max_norm, SupportsFloat) else math.nan
+    if not number >= 0:
+        raise ValueError(f"zc.clip_grad_norm_ takes a largest norm of at least 0, such as 1.0, not {max_norm!r}")
+    return sharded(model).grad_shards.clip_grad_norm_(number)
 
 
 def grads_are_finite(model: nn.Module) -> bool:

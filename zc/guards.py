@@ -4,7 +4,7 @@ pickles and copies, forward-mode derivatives.
 A framework may move the model to the device that it is on, under another name (``cpu:0``). That would copy all weights
 out of their buckets, and no update would reach the copies, so a move that changes nothing is skipped. On a GPU,
 `torch.nn.LSTM.flatten_parameters` would move the weights from their bucket into cuDNN's buffer, so it does nothing.
-``model.no_sync()`` works as in DDP.
+``model.no_sync()`` and ``model.require_backward_grad_sync`` work as in DDP; its ``join()`` is refused by name.
 
 A model that is pickled whole (``torch.save(model)``) loads as a plain module, with a warning: a loaded DDP module
 reduces again, and a compiled model can't without its optimizer. Its pickle contains an object that warns when it is
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from zc.engine.weights import Weights
 
 _NAME = "_zc_compiled"
+_SYNCS = "require_backward_grad_sync"  # DDP's no_sync sets it, and so do scripts, nanoGPT's among them
 _TEXT = (
     "zc: this module was saved whole (torch.save(model)) while it was compiled by zc, and is a plain module now: over "
     "several ranks nothing reduces its gradients until zc.compile(model, optimizer) is called. zc.save keeps what "
@@ -98,14 +99,29 @@ class NoSync:
         return partial, (contextlib.nullcontext,)
 
 
+class NoJoin:
+    """``model.join()``, and ``join_hook`` for torch's ``Join([model])``, which answers the exchanges of other ranks
+    while this one has no batch, but takes no step with them. Copies have None in its place."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise ZcError(
+            "DDP's join was given a model that zc has compiled, whose step() exchanges, too, so a rank without a batch "
+            "must call it: take `for batch in zc.join(model, loader):`, and skip the backward where batch is None"
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+
 def install(model: nn.Module, runtime: Runtime) -> None:
     """Installs the guards; `remove` removes them."""
     remember_names(model, runtime)
     of_runtime = weakref.ref(runtime)
     torch_private.set_apply(model, Instead(model, "_apply", partial(_apply, weakref.ref(model), of_runtime)))
     torch_private.tell_ddp(model, NotForDDP(torch_private.told_ddp(model)))
-    if not hasattr(model, "no_sync"):
-        vars(model)["no_sync"] = NoSync(runtime)
+    of_ddp = {"no_sync": NoSync(runtime), "join": NoJoin(), "join_hook": NoJoin(), _SYNCS: True}
+    vars(model).update({name: value for name, value in of_ddp.items() if not hasattr(model, name)})
+    runtime.syncs = partial(_syncs, weakref.ref(model))
     pickle_without_hooks(model, runtime.weights)
     for name, module in model.named_modules():
         if isinstance(module, nn.RNNBase):
@@ -120,6 +136,11 @@ def pickle_without_hooks(model: nn.Module, weights: Weights) -> None:
         vars(module)["__getstate__"] = Instead(module, "__getstate__", get_state)
 
 
+def _syncs(of_model: weakref.ref[nn.Module]) -> bool:
+    model = of_model()
+    return model is None or bool(getattr(model, _SYNCS, True))
+
+
 def remember_names(model: nn.Module, runtime: Runtime) -> None:
     """From now on a boundary refuses parameters that have replaced the present ones."""
     names = Names(model, runtime.placed)
@@ -130,9 +151,10 @@ def remember_names(model: nn.Module, runtime: Runtime) -> None:
 def remove(model: nn.Module) -> None:
     """Removes everything that `install` and `install_call` added to the model."""
     told = torch_private.told_ddp(model)
-    vars(model).pop("_is_accelerate_prepared", None)  # by it accelerate would leave DDP out of the plain module, too
+    vars(model).pop(_SYNCS, None)
+    own = _Mark, Instead, NoSync, NoJoin, NotForDDP
     for module in model.modules():
-        for name in [n for n, value in vars(module).items() if isinstance(value, (_Mark, Instead, NoSync, NotForDDP))]:
+        for name in [n for n, value in vars(module).items() if isinstance(value, own)]:
             del vars(module)[name]
     if isinstance(told, NotForDDP) and told.names:
         torch_private.tell_ddp(model, told.names)

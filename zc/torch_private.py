@@ -1119,10 +1119,12 @@ def compile_graph(
     inner_compile: Callable[..., Any],
     options: Mapping[str, Any] | None = None,
     *,
+    joint_pass: Callable[[fx.Graph], None] | None = None,
     kept_as: str | None = None,
 ) -> Any:
     """Inductor's backend with ``inner_compile`` in place of the compiler of the forward's and the backward's graph, and
     with ``options`` set in Inductor's configuration meanwhile. The backward is compiled along with its forward.
+    ``joint_pass`` sees both as one graph, before they are parted. Its ``str()`` is part of the cache's key.
 
     The AOTAutograd cache's key ignores inner_compile: an entry of a plain run would replace our schedule. So that cache
     is off, or with ``kept_as`` has our tag and this word in its keys, and ``inner_compile`` returns an
@@ -1130,10 +1132,26 @@ def compile_graph(
 
     Relies on ``torch.compiler.config.cache_key_tag`` being part of the key, on ``bundled_autograd_cache`` keeping what
     inner compilers return, and on ``force_non_lazy_backward_lowering``: AOTAutograd writes an entry once it has both
-    directions, and these settings hold inside of this function (2.11 to 2.15).
+    directions, and these settings hold inside of this function. The joint pass is ``joint_custom_post_pass``, a
+    ``CustomGraphPass`` (2.11 to 2.15).
     """
     from torch._functorch import config as functorch_config
+    from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    given: Any = (options or {}).get("joint_custom_post_pass", config.joint_custom_post_pass)
+    passes = [*given] if isinstance(given, (list, tuple)) else [given] if given is not None else []
+
+    class JointPass(CustomGraphPass):
+        def __call__(self, graph: fx.Graph) -> None:
+            for each in (*passes, joint_pass):
+                if each is not None:
+                    each(graph)
+
+        def uuid(self) -> Any:  # None: a pass of the program has no key, and nothing is cached
+            keys = [each.uuid() if isinstance(each, CustomGraphPass) else None for each in passes]
+            return None if None in keys else (str(joint_pass), *keys)
 
     is_cached = kept_as is not None and functorch_config.enable_autograd_cache
     settings = functorch_config.patch(
@@ -1142,7 +1160,16 @@ def compile_graph(
     shared: Any = torch.compiler.config
     tag = shared.cache_key_tag
     with settings, shared.patch(cache_key_tag=f"{_TAG} {kept_as}:{tag}" if is_cached else tag):
-        return compile_fx(gm, list(inputs), inner_compile=inner_compile, config_patches=dict(options or {}))
+        patches = {**(options or {}), "joint_custom_post_pass": JointPass()}
+        return compile_fx(gm, list(inputs), inner_compile=inner_compile, config_patches=patches)
+
+
+def keep_for_backward(node: fx.Node) -> None:
+    """Where a backward needs this value of a joint graph, it is saved or made of values that are, not derived again.
+    A value inside of torch.utils.checkpoint is derived again in eager PyTorch, too, and stays so.
+
+    Relies on ``node.meta["recompute"]`` and ``CheckpointPolicy.MUST_SAVE`` (2.11 to 2.15)."""
+    node.meta.setdefault("recompute", torch.utils.checkpoint.CheckpointPolicy.MUST_SAVE)
 
 
 def output_code_class() -> Any:
@@ -1284,7 +1311,8 @@ def compile_inner(
     tag = shared.cache_key_tag
     if tag.startswith(_TAG):
         tag = tag.partition(":")[2]
-    with config.patch(dict(options or {})), apart, shared.patch(cache_key_tag=tag):
+    without_joint = {**(options or {}), "joint_custom_post_pass": None}  # it is done, and would be part of the key
+    with config.patch(without_joint), apart, shared.patch(cache_key_tag=tag):
         return compile_fx_inner(gm, example_inputs, **kwargs)
 
 
@@ -1296,12 +1324,13 @@ def input_index(desc: Any) -> int | None:
     return int(desc.idx) if isinstance(desc, PlainAOTInput) else None
 
 
-def is_float_buffer(value: Any) -> bool:
-    """Whether an input of the backend call is a tensor of floating point that a module has and that is no parameter.
+def is_untrained(value: Any) -> bool:
+    """Whether an input of the backend call is a tensor of floating point that a module has and that takes no gradient:
+    a buffer or a frozen parameter.
 
     Relies on Dynamo's mark of tensors that it finds on modules: ``tensor._dynamo_static_input_type`` (2.11 to 2.15)."""
     is_own = isinstance(value, torch.Tensor) and hasattr(value, "_dynamo_static_input_type")
-    return is_own and value.is_floating_point() and not isinstance(value, torch.nn.Parameter)
+    return is_own and value.is_floating_point() and not value.requires_grad
 
 
 def grad_of_index(desc: Any) -> int | None:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from harness import run_cases, run_ranks
 from models import CASES, probe
-from oracle import full_gradients, worst
+from oracle import full_gradients, weights, worst
 from tiers import FULL
 from torch import Tensor, nn
 from training_runs import adamw, counted_collectives, environment, sgd
@@ -128,9 +128,12 @@ def test_256_and_1_is_257() -> None:
 # --- what is sent ---
 
 
-def _what_is_sent(rank: int, world_size: int, stage: int, backend: str, declared: bool) -> list[list[str]]:
-    """Job: the collectives of each of three updates of four microbatches."""
+def _what_is_sent(
+    rank: int, world_size: int, stage: int, backend: str, declared: str
+) -> tuple[list[list[str]], dict[str, Tensor]]:
+    """Job: the collectives of each of three updates of four microbatches, and the weights."""
     case = CASES["mlp"]
+    torch.manual_seed(0)
     model = case.model()
     with environment(ZC_HOST_MEMORY="0"):  # messages can be counted
         model, optimizer = zc.compile(model, sgd(model), stage=stage, backend=backend, bucket_nbytes=1024)
@@ -138,14 +141,16 @@ def _what_is_sent(rank: int, world_size: int, stage: int, backend: str, declared
     for step in range(3):
         with counted_collectives() as calls:
             for m in range(4):
-                with zc.no_sync(model) if declared and m < 3 else contextlib.nullcontext():
+                if declared == "flag":  # as nanoGPT
+                    model.require_backward_grad_sync = m == 3
+                with zc.no_sync(model) if declared == "no_sync" and m < 3 else contextlib.nullcontext():
                     case.loss(model, case.batch(rank, step, m)).backward()
             optimizer.step()
             optimizer.zero_grad()
         # gradients and gathered weights are both sends; their tags tell them apart
         tags = {f"tag {len(EXCHANGES) * bucket + EXCHANGES.index('reduce')}" for bucket in range(8)}
         updates.append([call for call in calls if call.startswith("isend") and call[call.index("tag") :] in tags])
-    return updates
+    return updates, weights(model)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -154,9 +159,13 @@ def test_declared_microbatches_send_nothing_in_stage_1(backend: str) -> None:
     bucket and update with no_sync, in every update; without it and in stage 2 one a bucket and backward. The order is
     the same on every rank."""
     num_declared = 0
-    ways = ((1, backend, True), (1, backend, False), (2, backend, True), (2, backend, False))
-    for (stage, _, declared), results in run_cases(_what_is_sent, 2, ways):
+    ways = [(stage, backend, declared) for stage in (1, 2) for declared in ("no_sync", "flag", "")]
+    trained: dict[tuple[int, bool], dict[str, Tensor]] = {}
+    for (stage, _, declared), ranks in run_cases(_what_is_sent, 2, ways):
         backwards = 1 if stage == 1 and declared else 4
+        results = [calls for calls, _ in ranks]
+        wanted = trained.setdefault((stage, bool(declared)), ranks[0][1])
+        assert all(torch.equal(wanted[name], weight) for name, weight in ranks[0][1].items())
         assert results[0] == results[1]
         num_buckets = 2  # each layer's 1,024 bytes of weight and 64 of bias do not fit together with another's
         for calls in results[0]:

@@ -106,6 +106,7 @@ def test_gradients_that_one_rank_drops_alone_are_refused(has_two: bool, raises: 
 MADE: dict[str, Callable[[Tensor], Tensor]] = {
     "clamp": lambda grad: grad.clamp(-0.1, 0.1),
     "div": lambda grad: grad / grad.norm(),
+    "mul": lambda grad: grad * (1 / grad.norm().item()),
     "abs_": lambda grad: grad.clone().abs_().sqrt() * 0.5,
     "": lambda grad: -(grad.double() * 0.5).float() + 1.0,  # the mean of the same
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -102,6 +103,11 @@ def _with_nothing(rank: int, world_size: int) -> tuple[list[Any], str]:
     try:
         zc.join(model, [], microbatches=0)
     except zc.PlanError as error:
+        for ddps in (model.join, lambda: Join([model])):
+            with pytest.raises(zc.ZcError, match=r"zc\.join\(model, loader\)"):
+                ddps()
+        with pytest.raises(TypeError):  # a copy is a plain module
+            Join([copy.deepcopy(model)])  # type: ignore[list-item]
         return list(zc.join(model, [])), str(error)
     return [], ""
 

@@ -6,6 +6,7 @@ All of it is in this process and without a group; tests/distributed/test_ranks_t
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -180,6 +181,16 @@ def test_functions_on_a_model_that_was_not_compiled() -> None:
     for call in calls:
         kind, text = message_of(call)
         assert kind == "PlanError" and "zc.compile" in text
+    optimizer = adamw(model)
+    for other in (None, optimizer):
+        assert f"not a {type(other).__name__}" in message_of(partial(zc.close, other))[1]
+    zc.compile(model, optimizer, backend="eager")
+    mean_square(model, vectors()(0, 0, 0)).backward()
+    before = zc.full_grad(model)["0.weight"]
+    for bad in ("1", -1.0, float("nan"), None):
+        kind, text = message_of(partial(zc.clip_grad_norm_, model, bad))
+        assert kind == "ValueError" and repr(bad) in text
+    assert before.equal(zc.full_grad(model)["0.weight"])
 
 
 @pytest.mark.parametrize("make", [torch.jit.script, lambda part: torch.jit.trace(part, torch.ones(2, 16))])

@@ -25,7 +25,7 @@ class Owner:
     def __init__(self, param: Tensor) -> None:
         self.runtime = SimpleNamespace(params={"w": param})
 
-    def early(self, *_: object) -> None:
+    def nonlinear(self, *_: object) -> None:
         """Not inside no_sync."""
 
 

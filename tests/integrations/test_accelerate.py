@@ -290,16 +290,21 @@ def test_in_stage_3_each_module_finds_its_own_weights(order: str, tmp_path: Path
     assert run_ranks(_saved_with_a_teacher, 2, str(tmp_path / "state"), order) == [[True, True]] * 2
 
 
-def _closed(rank: int, world_size: int) -> bool:
+def _closed(rank: int, world_size: int, is_refused: bool) -> bool:
     with torchrun(rank, world_size):
         accelerator, model = Accelerator(cpu=True), mlp()
-        prepare(accelerator, model, SGD(model.parameters(), lr=0.1), backend="eager")
-        zc.close(model)
+        if is_refused:
+            with pytest.raises(zc.PlanError):
+                prepare(accelerator, model, SGD(model[0].parameters(), lr=0.1), backend="eager")
+        else:
+            prepare(accelerator, model, SGD(model.parameters(), lr=0.1), backend="eager")
+            zc.close(model)
         return isinstance(accelerator.prepare(model), nn.parallel.DistributedDataParallel)
 
 
-def test_a_closed_model_gets_ddp() -> None:
-    assert run_ranks(_closed, 2) == [True, True]
+@pytest.mark.parametrize("is_refused", [False, True])
+def test_a_model_that_is_not_compiled_gets_ddp(is_refused: bool) -> None:
+    assert run_ranks(_closed, 2, is_refused) == [True, True]
 
 
 def test_a_frozen_module_stays_without_ddp() -> None:

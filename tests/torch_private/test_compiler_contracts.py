@@ -308,28 +308,51 @@ def test_descriptors(traced: Traced) -> None:
     assert torch_private.input_index(None) is None and torch_private.grad_of_index(None) is None
 
 
-@contract("is_float_buffer", "tensor._dynamo_static_input_type")
+@contract("is_untrained", "tensor._dynamo_static_input_type")
 def test_buffers_among_the_inputs() -> None:
     found: list[torch.Tensor] = []
 
     def backend(gm: fx.GraphModule, inputs: list[Any]) -> Any:
-        found.extend(value for value in inputs if torch_private.is_float_buffer(value))
+        found.extend(value for value in inputs if torch_private.is_untrained(value))
         return gm.forward
 
     class Reads(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.weight = nn.Parameter(torch.ones(2))
+            self.frozen = nn.Parameter(torch.ones(2), requires_grad=False)
             self.register_buffer("scale", torch.ones(2))
             self.register_buffer("order", torch.tensor([1, 0]))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return (x * self.weight * self.scale)[self.order]  # type: ignore[no-any-return, index]
+            return (x * self.weight * self.frozen * self.scale)[self.order]  # type: ignore[no-any-return, index]
 
     torch._dynamo.reset()
     model = Reads()
     torch.compile(model, backend=backend)(torch.ones(2))
-    assert [id(value) for value in found] == [id(model.scale)], "neither the parameter, nor integers, nor the input"
+    assert [id(value) for value in found] == [id(model.frozen), id(model.scale)], "none that trains, of integers, given"
+
+
+@contract("keep_for_backward", "joint_custom_post_pass or CheckpointPolicy.MUST_SAVE")
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_values_that_a_backward_does_not_derive_again(is_kept: bool) -> None:
+    saved: list[str] = []
+
+    def joint_pass(graph: fx.Graph) -> None:
+        for node in graph.find_nodes(op="call_function", target=torch.ops.aten.cos.default) if is_kept else ():
+            torch_private.keep_for_backward(node)
+
+    def inner(gm: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
+        if not kwargs.get("is_backward"):
+            outputs = gm.graph.output_node().args[0]
+            saved.extend(str(node.target) for node in outputs[torch_private.num_forward_outputs() :])
+        return torch_private.boxed(lambda args: gm(*args))
+
+    def backend(gm: fx.GraphModule, inputs: list[Any]) -> Any:
+        return torch_private.compile_graph(gm, inputs, inner, joint_pass=joint_pass)
+
+    torch.compile(lambda x, y: x * (2 * y).cos(), backend=backend)(torch.ones(2, requires_grad=True), torch.ones(2))
+    assert ("aten.cos.default" in saved) == is_kept, saved
 
 
 @contract(

@@ -23,6 +23,7 @@ from zc.compiler.graphs import (
     CompiledForward,
     Hook,
     Origin,
+    SavesAsEager,
     Traced,
     as_traced,
     keep_from_writes,
@@ -72,20 +73,22 @@ def make_backend(runtime: Runtime, find_block: FindBlock = lambda _: None) -> Ca
         torch_private.guard_absent_hooks()
         torch_private.guard_requires_grad(gm)
         torch_private.guard_identity(gm, [None if block is not None and block.path(n) else n for n in names])
-        buffers = [k for k, value in enumerate(inputs) if torch_private.is_float_buffer(value)]
+        untrained = [k for k, value in enumerate(inputs) if names[k] is None and torch_private.is_untrained(value)]
         with_grad = [k for k, value in enumerate(inputs) if getattr(value, "requires_grad", False)]
-        origin = Origin(runtime, names, buffers, with_grad, block, partial(torch_private.guard_identity, gm, names))
-        hook = partial(_compile, origin)
+        origin = Origin(runtime, names, untrained, with_grad, block, partial(torch_private.guard_identity, gm, names))
+        hook, joint_pass = partial(_compile, origin), SavesAsEager(origin)
         options = runtime.inductor_options
         if runtime.config.backend == "aot_eager":
-            compiled = torch_private.compile_graph(gm, inputs, _inner_compiler(hook), options)
+            compiled = torch_private.compile_graph(gm, inputs, _inner_compiler(hook), options, joint_pass=joint_pass)
             return _with_returned_weights(origin, compiled)
         from zc.compiler.saved import cached  # imports Inductor, which takes seconds
 
         together = torch_private.compiling_kernels_together if on_cpu else contextlib.nullcontext
         with cached(hook) as saving_hook, together():
             compiler, kept_as = _inner_compiler(saving_hook), _kind_of_forward(runtime)
-            compiled = torch_private.compile_graph(gm, inputs, compiler, options, kept_as=kept_as)
+            compiled = torch_private.compile_graph(
+                gm, inputs, compiler, options, joint_pass=joint_pass, kept_as=kept_as
+            )
         return _with_returned_weights(origin, compiled)
 
     return zc_backend
@@ -109,7 +112,7 @@ def _compile(origin: Origin, traced: Traced) -> Any:
     if traced.is_backward:
         return torch_private.boxed(CompiledBackward(origin, traced))
     if not traced.is_inference:
-        traced = keep_from_writes(origin, traced)
+        traced = keep_from_writes(traced)
     if origin.block is not None and not traced.is_inference and not _saves_own_params(origin, traced):
         origin.guard_identity()  # its backward can't tell the block by what it gets, so the graph is of this one alone
         origin.block = None

@@ -87,11 +87,12 @@ class Block(Protocol):
 class Origin:
     """The graph of Dynamo's that AOTAutograd has made a forward and a backward of. ``names``: of the parameters among
     its inputs. ``block``: the one that it was traced for; None: it belongs to the very parameters that it is guarded
-    by. ``buffers``, ``with_grad``: positions of inputs that are buffers of floating point, and that have a gradient."""
+    by. ``untrained``: positions of inputs that are buffers of floating point or frozen parameters, but for those whose
+    weights are sharded; ``with_grad``: of inputs that have a gradient."""
 
     runtime: Runtime
     names: Sequence[str | None]
-    buffers: Collection[int]
+    untrained: Collection[int]
     with_grad: Collection[int]
     block: Block | None
     guard_identity: Callable[[], None]
@@ -251,28 +252,50 @@ class CompiledForward(CompiledGraph):
         return self._run_passes(self._copy_for(member), self.runtime.plan, self.runtime.features.pipelines.forward)
 
 
-def keep_from_writes(origin: Origin, traced: Traced) -> Traced:
-    """A forward graph whose backward gets copies of values in the memory of inputs that may be written before it reads
-    them: those that the graph writes, and buffers, which code after a graph break or the loop may write. AOTAutograd
-    saves such an input to derive from it again what eager autograd has saved (torch 2.11 to 2.15): a gradient would be
-    made of the new values.
+class SavesAsEager:
+    """Marks values of a joint graph that a backward may not derive again, since eager autograd saves them.
 
-    Where an operation reads a buffer beside a value with a gradient, eager autograd saves the buffer itself, so its
-    backward finds what was written, too: such a buffer stays, as do tables of rotary positions. Buffers of integers
-    stay: packed weights are large, and few are written."""
+    It saves what an operation reads beside a value with a gradient. AOTAutograd may save a buffer or a frozen parameter
+    instead, to derive such a value again, and code after a graph break or the loop may have written it by then: a
+    gradient would be made of the new values. Where the operation reads the buffer itself, eager autograd saves that, so
+    its backward finds what was written, too, as does the compiled one."""
+
+    def __init__(self, origin: Origin) -> None:
+        self._untrained, self._with_grad = frozenset(origin.untrained), frozenset(origin.with_grad)
+
+    def __str__(self) -> str:
+        return f"zc {sorted(self._untrained)} {sorted(self._with_grad)}"
+
+    def __call__(self, graph: fx.Graph) -> None:
+        inputs = graph.find_nodes(op="placeholder")
+        index_of = {node: torch_private.input_index(node.meta.get("desc")) for node in inputs}
+        derived = {node for node, index in index_of.items() if index in self._untrained}  # of them alone, or not
+        storages = {torch_private.storage_of(node) for node in derived}
+        with_grad = {node for node, index in index_of.items() if index in self._with_grad}
+        of_backward = {node for node, index in index_of.items() if index is None}
+        for node in graph.nodes:
+            reads = node.all_input_nodes
+            if node.op == "output" or not of_backward.isdisjoint(reads):
+                of_backward.add(node)
+            elif not with_grad.isdisjoint(reads):
+                with_grad.add(node)
+                for read in reads:
+                    number = torch_private.storage_of(read)
+                    if read in derived and number is not None and number not in storages:
+                        torch_private.keep_for_backward(read)
+            elif not derived.isdisjoint(reads):
+                derived.add(node)
+
+
+def keep_from_writes(traced: Traced) -> Traced:
+    """A forward graph whose backward gets copies of values in the memory of inputs that the graph writes before it
+    reads them. AOTAutograd saves such an input to derive from it again what eager autograd has saved (torch 2.11 to
+    2.15): a gradient would be made of the new values."""
     before = traced.gm.graph
-    index_of = {node: torch_private.input_index(node.meta.get("desc")) for node in before.find_nodes(op="placeholder")}
-    with_grad = {node for node, index in index_of.items() if index in origin.with_grad}
-    saved_by_eager = set[Any]()  # storages
-    for node in before.nodes:
-        if node.op != "output" and not with_grad.isdisjoint(node.all_input_nodes):
-            with_grad.add(node)
-            saved_by_eager.update(read.meta.get("storage") for read in node.all_input_nodes if read not in with_grad)
     written = {
         node.meta["storage"]
-        for node, index in index_of.items()
-        if "storage" in node.meta
-        and (index in traced.written or (index in origin.buffers and node.meta["storage"] not in saved_by_eager))
+        for node in before.find_nodes(op="placeholder")
+        if "storage" in node.meta and torch_private.input_index(node.meta.get("desc")) in traced.written
     }
     first = torch_private.num_forward_outputs()
     saved = returned_by(before)[first:] if first is not None else []

@@ -181,11 +181,17 @@ class Core:
         self.ledger = Ledger()
         self.notes: list[str] = []  # fallbacks, and other things worth knowing, each once
         self.unsaid: list[tuple[int, str]] = []  # on ranks above 0: with the number of the update
-        self.is_boundary = True  # False inside no_sync: this microbatch is not the last before an update
+        self._is_in_no_sync = False
+        self.syncs: Callable[[], bool] = lambda: True  # what ``model.require_backward_grad_sync`` says
 
     @property
     def plan(self) -> Plan:
         return self.buffers.plan
+
+    @property
+    def is_boundary(self) -> bool:
+        """False inside no_sync: this microbatch is not the last before an update."""
+        return not self._is_in_no_sync and self.syncs()
 
     @property
     def current_plan(self) -> Plan:
@@ -228,11 +234,11 @@ class Core:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        before, self.is_boundary = self.is_boundary, False
+        before, self._is_in_no_sync = self._is_in_no_sync, True
         try:
             yield
         finally:
-            self.is_boundary = before
+            self._is_in_no_sync = before
 
     def wait_for_host_memory(self) -> None:
         """Called before the host itself reads or writes host memory: copies may still be on their way to it."""

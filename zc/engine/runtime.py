@@ -475,9 +475,10 @@ class Runtime(Core):
         Others are dropped, and the next boundary adds the values: until then sums may be on their way to other ranks.
         Asks no other rank, as `drop`."""
         names = {(bucket, slot): self.plan.buckets[bucket].slots[slot].name for bucket, slot in assigned}
-        grads = {where: grad for where, name in names.items()
-                 if (grad := self.params[name].grad) is not None and self.listener.is_value(name, grad)}  # fmt: skip
-        values = {where: self.listener.take_value(names[where], grad) for where, grad in grads.items()}
+        grads = {where: self.params[name].grad for where, name in names.items()}
+        is_value = self.listener.is_value  # it raises for some: before any is taken
+        own = {where: grad for where, grad in grads.items() if grad is not None and is_value(names[where], grad)}
+        values = {where: self.listener.take_value(names[where], grad) for where, grad in own.items()}
         if not self.backwards.is_any_open and torch_private.current_graph_task() == -1:
             for where in values:  # else autograd may be adding to it
                 self.params[names[where]].grad = self.sharded_grads[names[where]]

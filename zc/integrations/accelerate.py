@@ -21,6 +21,7 @@ from zc.errors import CheckpointError, PlanError
 from zc.integrations import needed
 from zc.integrations.checkpoints import StatePointer, load_beside, save_beside, shards_weights
 from zc.optim.assignment import Container, given_in, like_container
+from zc.registry import sharded
 from zc.whole import full_state_dict
 
 accelerate = needed("accelerate", "accelerate")
@@ -51,7 +52,12 @@ def prepare(accelerator: Any, model: nn.Module, optimizer: Container, *rest: Any
     if accelerator.ddp_handler is not None:
         options.setdefault("broadcast_buffers", accelerator.ddp_handler.broadcast_buffers)
     model = accelerator.prepare_model(model, evaluation_mode=True)
-    zc_compile(model, optimizer, **options)
+    try:
+        zc_compile(model, optimizer, **options)
+    except Exception:
+        _unmark(model)
+        raise
+    sharded(model).at_close.append(_unmark)
     pointers, wrapped = [], []
     for one in given_in(optimizer):
         pointers.append(StatePointer(one))
@@ -62,6 +68,11 @@ def prepare(accelerator: Any, model: nn.Module, optimizer: Container, *rest: Any
     if not rest:
         return model, prepared
     return (model, prepared, *(_prepare_rest(accelerator, one) for one in rest))
+
+
+def _unmark(model: nn.Module) -> None:
+    """Accelerate marks what it has prepared, and by the mark would leave DDP out of the plain module, too."""
+    vars(model).pop("_is_accelerate_prepared", None)
 
 
 def _prepare_rest(accelerator: Any, one: Any) -> Any:

@@ -63,12 +63,12 @@ class ShardedGrad(ShardedValue):
 
 _IS_GONE = "the gradient of {} was set to None (zero_grad) or assigned since: take param.grad anew, or clone it before"
 _MOST_ASKED = 64
-EARLY = (
+IN_NO_SYNC = (
     "{} inside no_sync: under DDP each rank has gradients of its own there, and zc has their mean over ranks, so the "
     "weights would be others. Clip and step outside of no_sync, after the last microbatch; with Accelerate, clip under "
     "`if accelerator.sync_gradients:`. Local SGD needs DistributedDataParallel"
 )
-_OF_EACH_RANK = frozenset((  # see GradShards.early
+_OF_EACH_RANK = frozenset((  # see GradShards.nonlinear
     "mul", "div", "neg", "add", "sub", "rsub", "masked_fill", "clone", "_to_copy", "zeros_like",
     "ones_like", "full_like",
 ))  # fmt: skip
@@ -93,6 +93,7 @@ class GradShards:
         self.optimizers: list[Optimizer] = []  # the caller's
         # values that were assigned to param.grad, by name, until that gradient changes or is cleared
         self.taken: dict[str, weakref.ref[ShardedValue]] = {}
+        self.is_read_in_no_sync = False  # a norm or the like, which a number of the program may hold until the update
         self.unscaled: set[int] = set()  # numbers of optimizers whose gradients a GradScaler has unscaled, before step
 
     def adopt(self, buckets: Sequence[Bucket]) -> None:
@@ -180,27 +181,32 @@ class GradShards:
             )
 
     @property
-    def is_early(self) -> bool:
+    def is_in_no_sync(self) -> bool:
         """Whether this is inside no_sync, on all ranks of several."""
         return not self.runtime.is_boundary and self.runtime.plan.num_ranks > 1
 
-    def refuse_early(self, what: str) -> None:
+    def refuse_in_no_sync(self, what: str) -> None:
         """Raises ZcError inside no_sync, on all ranks of several."""
-        if self.is_early:
-            raise ZcError(EARLY.format(what))
+        if self.is_in_no_sync:
+            raise ZcError(IN_NO_SYNC.format(what))
 
-    def early(self, func: Any, operands: Sequence[Any], values: Sequence[ShardedValue]) -> str | None:
+    def nonlinear(
+        self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], values: Sequence[ShardedValue]
+    ) -> str | None:
         """What makes a result of ``values`` another mean than the same of each rank's own gradient, which is what DDP
         has inside no_sync: clipping does."""
-        before = next((value.early for value in values if value.early is not None), None)
-        if before is not None or not self.is_early:
+        before = next((value.nonlinear for value in values if value.nonlinear is not None), None)
+        if before is not None or not self.is_in_no_sync:
             return before
-        tensors = [item for item in operands[1:] if isinstance(item, Tensor)]
+        tensors = [item for item in args[1:] if isinstance(item, Tensor)]
         is_of_all = any(isinstance(item, ShardedValue) or not item.dim() for item in tensors)
         name = func.overloadpacket.__name__
-        if not is_of_all and name.rstrip("_") in _OF_EACH_RANK:
+        numbers = [item for item in (*args[1:], *kwargs.values()) if type(item) in (int, float)]
+        is_of_read = self.is_read_in_no_sync and bool(numbers)
+        if not is_of_all and not is_of_read and name.rstrip("_") in _OF_EACH_RANK:
             return None
-        return f"{name} of {values[0]._what()}"
+        after = f" and {numbers[0]}, after a norm or the like was read" if is_of_read else ""
+        return f"{name} of {values[0]._what()}{after}"
 
     def forget_numbers(self) -> None:
         """The gradients may have changed: norms and the like are computed anew."""
@@ -243,7 +249,7 @@ class GradShards:
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """See `zc.clip_grad_norm_`."""
-        self.refuse_early("zc.clip_grad_norm_")
+        self.refuse_in_no_sync("zc.clip_grad_norm_")
         self.runtime.finish_gradients()
         norm: Tensor = torch.linalg.vector_norm(self._all(GRADIENT, Reduction("norm")))
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
@@ -295,6 +301,7 @@ class GradShards:
         """0-d: a number of all elements of ``value``. A loop that asks for the same number of several gradients, or of
         the same function of each, has two collectives at most: the second one is for all gradients."""
         name = value.param_name
+        self.is_read_in_no_sync |= self.is_in_no_sync
         if value.is_live:
             self._finish(value, name)
         formula, made_at = value.formula or (None, 0)

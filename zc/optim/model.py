@@ -11,7 +11,7 @@ the buckets of one optimizer. Gradients that another optimizer has not used yet 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from zc import torch_private
 from zc.engine.core import Listener
 from zc.errors import ZcError
 from zc.optim.assignment import Assignment
-from zc.optim.grad_shards import EARLY, GradShards, ShardedGrad
+from zc.optim.grad_shards import IN_NO_SYNC, GradShards, ShardedGrad
 from zc.optim.optimizer import ShardedOptimizer
 from zc.optim.param_writes import ParamWrites
 from zc.optim.sharded_value import ShardedValue
@@ -40,6 +40,7 @@ class ShardedModel(Listener):
 
     def __init__(self, runtime: Runtime, assignment: Assignment, make_updater: MakeUpdater) -> None:
         self.runtime, self.container = runtime, assignment.container
+        self.at_close: list[Callable[[nn.Module], None]] = []  # takes off the model what an integration has put there
         self.grad_shards = GradShards(runtime)
         self._writes = ParamWrites(runtime)
         self.optimizers = [
@@ -100,8 +101,8 @@ class ShardedModel(Listener):
     def is_value(self, name: str, grad: Tensor) -> bool:
         if not isinstance(grad, ShardedValue) or grad.is_live or grad.part != self.grad_shards.part(name):
             return False
-        if grad.early is not None:
-            raise ZcError(EARLY.format(f"{name}.grad = {grad.early}"))
+        if grad.nonlinear is not None:
+            raise ZcError(IN_NO_SYNC.format(f"{name}.grad = {grad.nonlinear}"))
         return True
 
     def has_taken(self, grad: Tensor) -> bool:
@@ -130,6 +131,7 @@ class ShardedModel(Listener):
         the old one must not show the next gradient."""
         if self.grad_shards.taken:
             self.grad_shards.forget_taken(names)
+        self.grad_shards.is_read_in_no_sync = False
         self.grad_shards.forget_numbers()
         grads = self.runtime.sharded_grads
         for name in names:

@@ -514,7 +514,7 @@ class ShardedOptimizer:
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         self.refuse_other_methods()
-        self.grad_shards.refuse_early(f"{type(self.optimizer).__name__}.step()")
+        self.grad_shards.refuse_in_no_sync(f"{type(self.optimizer).__name__}.step()")
         self.publish_rest()
         self.grad_shards.unscaled.discard(self.number)
         self._check_places("before step()")
@@ -685,9 +685,8 @@ def replace_methods(model: nn.Module, sharded: ShardedOptimizer) -> None:
 
     for name in sharded.methods:
         setattr(optimizer, name, MethodType(_on_slices(type(optimizer), name, owner), optimizer))
-    if sharded.runtime.plan.placement.shards_weights:
-        # in a loop that the caller compiles Dynamo would look at parameters that have no bytes
-        step, zero_grad = torch.compiler.disable(step), torch.compiler.disable(zero_grad)  # type: ignore[no-untyped-call]
+    # in a loop that the caller compiles Dynamo would compile hundreds of frames, and look at parameters without bytes
+    step, zero_grad = torch.compiler.disable(step), torch.compiler.disable(zero_grad)  # type: ignore[no-untyped-call]
     optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
     optimizer.zero_grad = _override_of_zero_grad(optimizer, owner) or zero_grad  # type: ignore[method-assign]
     optimizer.add_param_group = add_param_group  # type: ignore[method-assign]

@@ -86,7 +86,7 @@ class ShardedValue(Tensor):
     is_taken = False
     is_stale = False
     # what was computed inside no_sync: the mean over ranks of the same, of each rank's own gradient, is another value
-    early: str | None = None
+    nonlinear: str | None = None
 
     @staticmethod
     def __new__(
@@ -293,9 +293,9 @@ def _by_element(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     first: ShardedValue = written[0] if written else values[0]
     if func is aten.copy_.default and isinstance(args[1], Tensor) and not isinstance(args[1], ShardedValue):
         first.owner.refuse_whole_write(func, first.param_name)  # DDP's finalizer brings the mean of nothing
-    early = first.owner.early(func, args, values)
-    if written and first.is_live and early is not None:
-        first.owner.refuse_early(early)
+    nonlinear = first.owner.nonlinear(func, args, kwargs, values)
+    if written and first.is_live and nonlinear is not None:
+        first.owner.refuse_in_no_sync(nonlinear)
     if "memory_format" in kwargs:  # values have the parameter's
         kwargs = {name: item for name, item in kwargs.items() if name != "memory_format"}
     copies = first.copies()  # finishes gradients
@@ -307,13 +307,13 @@ def _by_element(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         results.append(func(*own, **{name: _operand(a, first, k, place) for name, a in kwargs.items()}))
     if written:
         for value in written:
-            value.early = early
+            value.nonlinear = nonlinear
             value.changed()
         return written[0] if len(written) == 1 else tuple(written)
     result = results[0]
     if isinstance(result, Tensor):
-        return _wrap(result, func, args, kwargs, first, values, formula, early)
-    return type(result)(_wrap(item, func, args, kwargs, first, values, None, early) for item in result)
+        return _wrap(result, func, args, kwargs, first, values, formula, nonlinear)
+    return type(result)(_wrap(item, func, args, kwargs, first, values, None, nonlinear) for item in result)
 
 
 def _operand(item: Any, first: ShardedValue, k: int, place: torch.device) -> Any:
@@ -344,14 +344,14 @@ def _wrap(
     first: ShardedValue,
     values: Sequence[ShardedValue],
     formula: tuple[Any, int] | None,
-    early: str | None,
+    nonlinear: str | None,
 ) -> ShardedValue:
     dtype = result.dtype
     if any(value.dtype != value._local.dtype for value in values):
         dtype = _shown_dtype(func, args, kwargs)
     device = torch.device(kwargs["device"]) if kwargs.get("device") is not None else first.device
     value = ShardedValue(first.owner, first.part, result, dtype=dtype, device=device)
-    value.formula, value.early = formula, early
+    value.formula, value.nonlinear = formula, nonlinear
     return value
 
 
@@ -470,6 +470,7 @@ def _all_close(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool
 
 
 def _item(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    args[0].owner.is_read_in_no_sync |= args[0].owner.is_in_no_sync
     return args[0].full_tensor().item()
 
 
