@@ -922,6 +922,16 @@ def written_inputs() -> list[int]:
     return [k for k, info in inputs if info.mutates_data or info.mutates_storage_metadata]
 
 
+def written_by_backward() -> list[int]:
+    """Positions among the inputs of a backend's graph that only its backward writes in place, inside an inner compiler.
+
+    Relies on ``TracingContext.fw_metadata.indices_of_inputs_that_requires_grad_with_mutations_in_bw``, which has inputs
+    without a gradient, too (2.11 to 2.15).
+    """
+    metadata = forward_metadata()
+    return [] if metadata is None else list(metadata.indices_of_inputs_that_requires_grad_with_mutations_in_bw)
+
+
 def num_forward_outputs() -> int | None:
     """How many outputs of a forward graph come before those that its backward gets, inside an inner compiler.
     (``TracingContext.fw_metadata.num_forward``, 2.11 to 2.15.)"""

@@ -386,26 +386,40 @@ def test_a_call_comes_before_the_backward_of_a_compiled_backward() -> None:
 
 
 @contract("written_inputs num_forward_outputs", "fw_metadata.input_info[i].mutates_data or num_forward")
+@contract("written_by_backward", "fw_metadata.indices_of_inputs_that_requires_grad_with_mutations_in_bw")
 def test_which_inputs_a_forward_writes_and_which_outputs_its_backward_gets() -> None:
     seen: list[Any] = []
 
     def hook(gm: fx.GraphModule, inputs: list[Any], **kwargs: Any) -> Any:
         if not kwargs.get("is_backward"):
-            seen.append((torch_private.written_inputs(), torch_private.num_forward_outputs(), gm.graph.output_node()))
+            written, backward = torch_private.written_inputs(), torch_private.written_by_backward()
+            seen.append((written, backward, torch_private.num_forward_outputs(), gm.graph.output_node()))
         return torch_private.boxed(lambda args: gm(*args))
 
     def backend(gm: fx.GraphModule, inputs: list[Any]) -> Any:
         return torch_private.compile_graph(gm, inputs, hook, {})
 
-    def forward(x: Tensor, state: Tensor) -> Tensor:
-        y = x * (state + 1)
+    class Counts(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, y: Tensor, count: Tensor) -> Tensor:  # type: ignore[override]
+            ctx.save_for_backward(count)
+            return y.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+            ctx.saved_tensors[0].add_(1)
+            return grad, None
+
+    def forward(x: Tensor, state: Tensor, count: Tensor) -> Tensor:
+        y = Counts.apply(x * (state + 1), count)
         state.add_(1)
         return y
 
     torch._dynamo.reset()
-    torch.compile(forward, backend=backend)(torch.ones(3, requires_grad=True), torch.ones(3))
-    ((written, first, output),) = seen
-    assert len(written) == 1 and len(output.args[0][first:]) == 1, "it writes the state, and saves one factor"
+    torch.compile(forward, backend=backend)(torch.ones(3, requires_grad=True), torch.ones(3), torch.ones(3))
+    ((written, backward, first, output),) = seen
+    assert len(written) == len(backward) == 1 and written != backward
+    assert len(output.args[0][first:]) == 2, "it saves a factor, and the count"
 
 
 @contract("keeps_graph", "torch._C._autograd._get_current_graph_task_keep_graph")

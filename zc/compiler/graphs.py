@@ -29,12 +29,13 @@ if TYPE_CHECKING:
 
 class Traced(NamedTuple):
     """A graph of AOTAutograd's, with the arguments of an inner compiler. Its values have the marks of `mark_storages`.
-    ``written``: positions of the inputs of Dynamo's graph that it writes in place; ``returned``: of those of which it
-    returns views."""
+    ``written``: positions of the inputs of Dynamo's graph that it writes in place; ``written_backward``: that only its
+    backward does; ``returned``: of those of which it returns views."""
 
     gm: fx.GraphModule
     kwargs: dict[str, Any]
     written: tuple[int, ...]
+    written_backward: tuple[int, ...]
     returned: tuple[int, ...]
 
     @property
@@ -59,7 +60,8 @@ def as_traced(gm: fx.GraphModule, example_inputs: Sequence[Any], kwargs: dict[st
     mark_storages(gm.graph, () if had_regions else donated)  # the forward's regions may have saved a weight's view
     # it is Inductor's default; as an argument it would be part of the cache's key
     kwargs = {key: item for key, item in kwargs.items() if key != "get_decomp_fn"}
-    return Traced(gm, kwargs, tuple(torch_private.written_inputs()), tuple(torch_private.returned_inputs()))
+    written, backward = torch_private.written_inputs(), torch_private.written_by_backward()
+    return Traced(gm, kwargs, tuple(written), tuple(backward), tuple(torch_private.returned_inputs()))
 
 
 class Block(Protocol):
@@ -96,6 +98,7 @@ class Origin:
     block: Block | None
     guard_identity: Callable[[], None]
     returned: list[int] = field(default_factory=list)  # inputs that are sharded weights, of which it returns views
+    copied: set[str] = field(default_factory=set)  # what `keep_from_writes` copies for the backward: names of its inputs
 
     def name_of(self, node: fx.Node) -> str | None:
         """The parameter that an input of a forward or backward is.
@@ -257,6 +260,9 @@ def keep_from_writes(origin: Origin, traced: Traced) -> Traced:
     saves such an input to derive from it again what eager autograd has saved (torch 2.11 to 2.15): a gradient would be
     made of the new values.
 
+    A buffer that the backward writes stays, or the write would go to the copy. `CompiledBackward` refuses one that both
+    write.
+
     Where an operation reads a buffer beside a value with a gradient, eager autograd saves the buffer itself, so its
     backward finds what was written, too: such a buffer stays, as do tables of rotary positions. Buffers of integers
     stay: packed weights are large, and few are written."""
@@ -268,6 +274,7 @@ def keep_from_writes(origin: Origin, traced: Traced) -> Traced:
         if node.op != "output" and not with_grad.isdisjoint(node.all_input_nodes):
             with_grad.add(node)
             saved_by_eager.update(read.meta.get("storage") for read in node.all_input_nodes if read not in with_grad)
+    saved_by_eager.update(n.meta.get("storage") for n, index in index_of.items() if index in traced.written_backward)
     written = {
         node.meta["storage"]
         for node, index in index_of.items()
@@ -287,6 +294,7 @@ def keep_from_writes(origin: Origin, traced: Traced) -> Traced:
         if not (isinstance(node, fx.Node) and node.meta.get("storage") in written):
             continue
         if node not in copies:
+            origin.copied.add(node.name)
             with graph.inserting_after(inputs[-1] if node.op == "placeholder" else node):
                 copies[node] = graph.call_function(torch.ops.aten.clone.default, (node,))
             val = torch.ops.aten.clone.default(node.meta["val"])
@@ -352,6 +360,7 @@ class CompiledBackward(CompiledGraph):
 
     def __init__(self, origin: Origin, traced: Traced) -> None:
         super().__init__(origin, traced, weights=origin.runtime.plan.sharded_names)
+        _refuse_writes_to_copies(self.graph, origin)
         self.grad_of = _grad_of(self.graph, origin)
         self.written = [name for name in self.grad_of if name is not None]
         self.params += self.written
@@ -422,6 +431,16 @@ class CompiledBackward(CompiledGraph):
                 node.meta["donated"] = False
         plan = runtime.plan if variant.reduces else runtime.plan.microbatch()
         return self._run_passes(graph, plan, runtime.features.pipelines.backward)
+
+
+def _refuse_writes_to_copies(graph: fx.Graph, origin: Origin) -> None:
+    for node in graph.nodes:
+        if torch_private.mutates(node.target) and (kept := node.args[0]).name in origin.copied:
+            raise ZcError(
+                f"a buffer of shape {list(kept.meta['val'].shape)} is written by the compiled forward and by its backward "
+                "too: the backward has a copy, so its write would be lost. Let each write a buffer of its own, or put "
+                'one of them under @torch.compiler.disable; or zc.compile(..., backend="eager")'
+            )
 
 
 def _refuse_double_backward() -> None:
