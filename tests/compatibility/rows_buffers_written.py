@@ -141,7 +141,8 @@ def _add(name: str, make: type[nn.Module], **more: Any) -> None:
 
     # ranks differ in what they write, and the oracle broadcasts nothing
     options = {"broadcast_buffers": False}
-    row(3, f"a forward that reads a buffer and then writes it: {name}", make=seeded_model, options=options, **more)(plain)
+    add = row(3, f"a forward that reads a buffer and then writes it: {name}", make=seeded_model, options=options, **more)
+    add(plain)
 
 
 _add("a state", State)

@@ -98,7 +98,7 @@ class Origin:
     block: Block | None
     guard_identity: Callable[[], None]
     returned: list[int] = field(default_factory=list)  # inputs that are sharded weights, of which it returns views
-    copied: set[str] = field(default_factory=set)  # what `keep_from_writes` copies for the backward: names of its inputs
+    copied: set[str] = field(default_factory=set)  # inputs of the backward that are copies
 
     def name_of(self, node: fx.Node) -> str | None:
         """The parameter that an input of a forward or backward is.
@@ -437,8 +437,8 @@ def _refuse_writes_to_copies(graph: fx.Graph, origin: Origin) -> None:
     for node in graph.nodes:
         if torch_private.mutates(node.target) and (kept := node.args[0]).name in origin.copied:
             raise ZcError(
-                f"a buffer of shape {list(kept.meta['val'].shape)} is written by the compiled forward and by its backward "
-                "too: the backward has a copy, so its write would be lost. Let each write a buffer of its own, or put "
+                f"a buffer of shape {list(kept.meta['val'].shape)} is written by the compiled forward and by its "
+                "backward too: the backward has a copy, so its write would be lost. Let each write a buffer of its own, or put "
                 'one of them under @torch.compiler.disable; or zc.compile(..., backend="eager")'
             )
 
