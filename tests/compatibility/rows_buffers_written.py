@@ -141,8 +141,8 @@ def _add(name: str, make: type[nn.Module], **more: Any) -> None:
 
     # ranks differ in what they write, and the oracle broadcasts nothing
     options = {"broadcast_buffers": False}
-    add = row(3, f"a forward that reads a buffer and then writes it: {name}", make=seeded_model, options=options, **more)
-    add(plain)
+    title = f"a forward that reads a buffer and then writes it: {name}"
+    row(3, title, make=seeded_model, options=options, **more)(plain)
 
 
 _add("a state", State)
