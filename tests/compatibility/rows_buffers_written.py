@@ -3,6 +3,8 @@ call. A backward is made of the values of before the write, as in eager PyTorch.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from models import Stack
@@ -87,18 +89,36 @@ class Cache(nn.Module):
         return self.last(y + read)  # type: ignore[no-any-return]
 
 
+class Scaled(torch.autograd.Function):
+    """A gradient by the largest one so far, as float8 has it: the backward writes that buffer."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, largest: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(largest)
+        return y.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        (largest,) = ctx.saved_tensors
+        largest.copy_(torch.maximum(largest, grad.abs().amax()))
+        return grad / (1 + 100 * largest), None
+
+
 class Afterwards(State):
     """Buffers are written where Dynamo compiles nothing, by ``.data``, as MoCo's queue. Eager autograd saves what is
-    derived of the state, and the scale itself: its backward reads the new scale."""
+    derived of the state, and the scale itself: its backward reads the new scale. It writes the largest gradient."""
 
     scale: Tensor
+    largest: Tensor
 
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("scale", torch.linspace(0.5, 2, DIM))
+        self.register_buffer("largest", torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:
         y = torch.tanh(self.first(x) * self.scale * (2 * self.state + 1))
+        y = Scaled.apply(y, self.largest)
         self.write(y.detach())
         return self.last(y)  # type: ignore[no-any-return]
 
@@ -108,14 +128,21 @@ class Afterwards(State):
             buffer.data.mul_(0.9).add_(y.mean(0), alpha=0.1)
 
 
-def _add(name: str, make: type[nn.Module]) -> None:
+class Both(State):
+    def forward(self, x: Tensor) -> Tensor:
+        self.state.mul_(0.9)
+        return self.last(Scaled.apply(self.first(x), self.state))  # type: ignore[no-any-return]
+
+
+def _add(name: str, make: type[nn.Module], **more: Any) -> None:
     def seeded_model() -> nn.Module:
         torch.manual_seed(0)
         return make()
 
     # ranks differ in what they write, and the oracle broadcasts nothing
     options = {"broadcast_buffers": False}
-    row(3, f"a forward that reads a buffer and then writes it: {name}", make=seeded_model, options=options)(plain)
+    title = f"a forward that reads a buffer and then writes it: {name}"
+    row(3, title, make=seeded_model, options=options, **more)(plain)
 
 
 _add("a state", State)
@@ -123,6 +150,7 @@ _add("running statistics", Statistics)
 _add("a codebook", Codebook)
 _add("a cache, by .data", Cache)
 _add("a state, after a graph break", Afterwards)
+_add("a state, in the backward, too", Both, refused={"compiled": "ZcError: Let each write a buffer of its own"})
 
 
 class Noisy(nn.Module):

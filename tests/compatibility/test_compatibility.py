@@ -38,6 +38,7 @@ COMPILED_TOO = (
     "sums over other numbers of samples, by zc.count",
     "shard_frozen: blocks, checkpointing, non-reentrant",
     "a forward that reads a buffer and then writes it: a state, after a graph break",
+    "a forward that reads a buffer and then writes it: a state, in the backward, too",
 )
 # Items whose loops differ in what follows a backward: optimizers, schedulers, reads of param.grad. Its graph is that of
 # rows that are compiled. And a row that has five graphs.

@@ -97,6 +97,7 @@ class Origin:
     block: Block | None
     guard_identity: Callable[[], None]
     returned: list[int] = field(default_factory=list)  # inputs that are sharded weights, of which it returns views
+    copied: set[str] = field(default_factory=set)  # inputs of the backward that are copies
 
     def name_of(self, node: fx.Node) -> str | None:
         """The parameter that an input of a forward or backward is.
@@ -290,7 +291,9 @@ class SavesAsEager:
 def keep_from_writes(traced: Traced) -> Traced:
     """A forward graph whose backward gets copies of values in the memory of inputs that the graph writes before it
     reads them. AOTAutograd saves such an input to derive from it again what eager autograd has saved (torch 2.11 to
-    2.15): a gradient would be made of the new values."""
+    2.15): a gradient would be made of the new values.
+
+    `CompiledBackward` refuses a buffer that the backward writes, too: its write would go to the copy."""
     before = traced.gm.graph
     written = {
         node.meta["storage"]
@@ -310,6 +313,7 @@ def keep_from_writes(traced: Traced) -> Traced:
         if not (isinstance(node, fx.Node) and node.meta.get("storage") in written):
             continue
         if node not in copies:
+            origin.copied.add(node.name)
             with graph.inserting_after(inputs[-1] if node.op == "placeholder" else node):
                 copies[node] = graph.call_function(torch.ops.aten.clone.default, (node,))
             val = torch.ops.aten.clone.default(node.meta["val"])
@@ -375,6 +379,7 @@ class CompiledBackward(CompiledGraph):
 
     def __init__(self, origin: Origin, traced: Traced) -> None:
         super().__init__(origin, traced, weights=origin.runtime.plan.sharded_names)
+        _refuse_writes_to_copies(self.graph, origin)
         self.grad_of = _grad_of(self.graph, origin)
         self.written = [name for name in self.grad_of if name is not None]
         self.params += self.written
@@ -445,6 +450,18 @@ class CompiledBackward(CompiledGraph):
                 node.meta["donated"] = False
         plan = runtime.plan if variant.reduces else runtime.plan.microbatch()
         return self._run_passes(graph, plan, runtime.features.pipelines.backward)
+
+
+def _refuse_writes_to_copies(graph: fx.Graph, origin: Origin) -> None:
+    """Relies on AOTAutograd writing inputs by ``copy_`` alone (2.11 to 2.15)."""
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
+        kept = node.args[0]
+        if isinstance(kept, fx.Node) and kept.name in origin.copied:
+            raise ZcError(
+                f"a buffer of shape {list(kept.meta['val'].shape)} is written by the compiled forward and by its "
+                "backward too: the backward has a copy, so its write would be lost. Let each write a buffer of its "
+                'own, or put one of them under @torch.compiler.disable; or zc.compile(..., backend="eager")'
+            )
 
 
 def _refuse_double_backward() -> None:
