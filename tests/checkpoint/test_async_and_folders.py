@@ -185,6 +185,34 @@ def test_what_a_signal_cuts_off_ends_before_the_next_call(tmp_path: Path) -> Non
     assert run_ranks(_cut, 2, tmp_path, timeout=30) == [["cut", "first", "next"]] * 2
 
 
+def _in_updates(rank: int, world_size: int, path: Path) -> list[tuple[str, str]]:
+    """A signal's handler saves: inside of every rank's step; then inside of rank 0's, while rank 1 comes to its own."""
+    job, texts = Job("mlp", lambda model: torch.optim.SGD(model.parameters(), lr=0.1)), list[tuple[str, str]]()
+    model, optimizer = job.compiled()
+    save, state = partial(zc.save, path / "a", model, optimizer), partial(zc.full_optimizer_state, model, optimizer)
+    module = sys.modules[torch.optim.SGD.__module__]
+    update = module.sgd
+    for call, is_before in ((save, False), (state, False), (save, rank == 1)):
+
+        def handles(*args: Any, call: Any = call, **kwargs: Any) -> None:
+            update(*args, **kwargs)
+            texts.append(message_of(call))
+
+        if is_before:
+            optimizer.register_step_pre_hook(lambda *_: texts.append(message_of(save)))
+        with patch.object(module, "sgd", update if is_before else handles):
+            job.step(model, optimizer, 0)
+    return texts
+
+
+def test_a_save_inside_of_an_update_is_refused(tmp_path: Path) -> None:
+    """The checkpoint had the weights of one update on some ranks, those of the next on others; it loaded."""
+    for texts in run_ranks(_in_updates, 2, tmp_path):
+        assert [kind for kind, _ in texts] == ["ZcError", "ZcError", "RankMismatchError"], texts
+        assert "zc.save was called with update 1 of SGD begun and not done" in texts[0][1]
+        assert "rank 0 has update 3 of SGD begun, rank 1 has update 2 of SGD done" in texts[2][1]
+
+
 def _keep(rank: int, world_size: int, path: Path) -> tuple[list[str], dict[str, Any]]:
     model, optimizer = Job("mlp").compiled()
     for step in range(5):

@@ -215,6 +215,19 @@ def test_a_rank_that_stops_after_a_backward_that_raised_is_lost(monkeypatch: pyt
     assert "RankLostError: rank 2 has" in text and "a backward raised there" in text and "zero_grad()" in text, text
 
 
+def test_a_handler_may_wait_inside_of_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal's handler that had saved, or failed to, ended its rank with a KeyError."""
+    journal, seen = Waiting(monkeypatch, 600).journal, list[object]()
+
+    def handles(seconds: float | None) -> bool:
+        journal.wait(lambda seconds: True, "inner")
+        seen.extend(wait.entry for thread, wait in journal.waits.items() if thread == threading.get_ident())
+        return True
+
+    journal.wait(handles, "outer")
+    assert seen == ["outer"] and threading.get_ident() not in journal.waits
+
+
 def test_the_log_says_who_is_late(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Once for each wait: a program that keeps its model and has left the loop looks like one that reads data."""
     waiting = Waiting(monkeypatch, timeout=60)

@@ -123,6 +123,7 @@ def save(
     finish_pending(sharded_model)
     channel = channel_of(sharded_model)
     channel.same_call("zc.save", path, keep=keep, overwrite=bool(overwrite), asynchronous=bool(asynchronous))
+    channel.between_updates("zc.save", sharded_model)
     path = Path(path).absolute()
     if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
         raise ValueError(f"keep must be a whole number of at least 1, or None, got {keep!r}")

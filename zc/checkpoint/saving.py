@@ -76,6 +76,20 @@ class Channel:
             instead=[call, given, *lines],
         )
 
+    def between_updates(self, call: str, sharded_model: ShardedModel) -> None:
+        """Raises an error on every rank, unless all stand between the same two updates. A signal's handler may not: it
+        would save old masters of some parameters, or ranks, with new ones of others."""
+        lines, advice = [], "A signal's handler sets a flag; save in the loop, once all ranks know (all_reduce)"
+        for one in sharded_model.optimizers:
+            name = type(one.optimizer).__name__
+            lines.append(f"update {one.num_updates} of {name} {'begun' if one.is_updating else 'done'}")
+        self.group.same_everywhere(f"where ranks call {call}", lines, advice)
+        if begun := [line for line in lines if line.endswith("begun")]:
+            raise ZcError(
+                f"{call} was called with {begun[0]} and not done, so only some weights are new: call it between two "
+                f"updates. {advice}. If step() was cut off, as by Ctrl-C, load the last checkpoint and train on"
+            )
+
     def same_content(self, where: object, lines: Sequence[str]) -> None:
         """Raises RankMismatchError on every rank, unless all ranks have read these ``lines`` of ``where``."""
         self.group.same_everywhere(

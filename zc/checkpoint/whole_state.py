@@ -43,7 +43,9 @@ def full_optimizer_state(model: nn.Module, optimizer: Optimizers) -> Any:
     inside = innermost(optimizer) if isinstance(optimizer, Optimizer) else None
     alone = [each for each in sharded_model.optimizers if each.optimizer is inside]
     synchronized(model, sharded_model.container if alone else optimizer)
-    with channel_of(sharded_model).together("zc.full_optimizer_state"):
+    channel = channel_of(sharded_model)
+    channel.between_updates("zc.full_optimizer_state", sharded_model)
+    with channel.together("zc.full_optimizer_state"):
         refuse_together(sharded_model, alone or sharded_model.optimizers, "zc.full_optimizer_state")
         state: dict[str, dict[str, Any]] = state_of(model, sharded_model)["optimizer"]["state"]
     parts = []

@@ -112,7 +112,7 @@ def _compile(origin: Origin, traced: Traced) -> Any:
     if traced.is_backward:
         return torch_private.boxed(CompiledBackward(origin, traced))
     if not traced.is_inference:
-        traced = keep_from_writes(traced)
+        traced = keep_from_writes(origin, traced)
     if origin.block is not None and not traced.is_inference and not _saves_own_params(origin, traced):
         origin.guard_identity()  # its backward can't tell the block by what it gets, so the graph is of this one alone
         origin.block = None

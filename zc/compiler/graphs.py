@@ -288,7 +288,7 @@ class SavesAsEager:
                 derived.add(node)
 
 
-def keep_from_writes(traced: Traced) -> Traced:
+def keep_from_writes(origin: Origin, traced: Traced) -> Traced:
     """A forward graph whose backward gets copies of values in the memory of inputs that the graph writes before it
     reads them. AOTAutograd saves such an input to derive from it again what eager autograd has saved (torch 2.11 to
     2.15): a gradient would be made of the new values.

@@ -97,6 +97,7 @@ class ShardedOptimizer:
         self._options = set[str]()  # of a group, those that methods of an unknown class set
         self.methods: list[str] = []  # of the class, that run on slices when the caller calls them
         self._updating: tuple[int, ...] | None = None  # inside of the class's step: buckets with a gradient
+        self.num_updates = 0  # begun by this object, so equal on all ranks between two updates
         self.updater: Updater  # from `start` on
         self.is_closed = False
         self._remove_hooks: Callable[[], None] | None = None
@@ -531,6 +532,7 @@ class ShardedOptimizer:
         self._install(changed)
         self.updater.before(changed)
         self._updating = changed
+        self.num_updates += 1
         self._limit_groups(has_grads=True)
         return (self.local, *args[1:]), kwargs
 
@@ -584,6 +586,11 @@ class ShardedOptimizer:
             self._share_options(flags[len(masters) :], with_grads)
             self._clear(with_grads, flags[len(masters) + 2 * len(self._groups) :])
         return self.optimizer if result is self.local else result
+
+    @property
+    def is_updating(self) -> bool:
+        """Whether the class's step has begun and not ended: it runs now, or Ctrl-C or the like has cut it off."""
+        return self._updating is not None
 
     def publish_rest(self) -> None:
         """After a step of the class that raised: publishes what it has changed, as the other ranks do in theirs."""

@@ -185,6 +185,7 @@ class Journal:
         thread with `wait_event`, and raises there.
         """
         started, thread = time.monotonic(), threading.get_ident()
+        outer = self.waits.get(thread)  # which a signal's handler has interrupted, to wait here itself
         is_on_stream = threading.current_thread().name.startswith("zc ")
         self.waits[thread] = Wait(entry, started, is_call)
         try:
@@ -198,7 +199,10 @@ class Journal:
                 raise
             raise self.explained(error) from error
         finally:
-            del self.waits[thread]
+            if outer is None:
+                del self.waits[thread]
+            else:
+                self.waits[thread] = outer
             if not is_on_stream:
                 self.exposed_s += time.monotonic() - started
 
