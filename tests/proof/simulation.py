@@ -123,10 +123,11 @@ class Simulation:
         elif how == "mm":
             grad = torch.matmul(*inputs).reshape(-1)
         else:
-            index, mask, values = inputs
+            index, values = inputs[0], inputs[-1]
+            if how == "scatter":
+                values = values.where(inputs[1], 0.0)
             rows = torch.zeros(numel // values.shape[-1], values.shape[-1], dtype=values.dtype)
-            grad = rows.index_put((index.clamp(0, len(rows) - 1),), values.where(mask, 0.0), accumulate=True)
-            grad = grad.reshape(-1)
+            grad = rows.index_put((index.clamp(0, len(rows) - 1),), values, accumulate=True).reshape(-1)
         assert len(grad) == stop - start, "its shape is not that of its elements"
         out, opened = self.part(buffer, bucket), self.opened.get(buffer)
         if Buffer.named(buffer).kind == "flat_grad":
