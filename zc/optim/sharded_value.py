@@ -447,7 +447,7 @@ def _reduce(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     name = func.overloadpacket.__name__
     if dims and value.dim() and (name in ("max", "min") or len({d % value.dim() for d in dims}) < value.dim()):
         # of rows, which lie on several ranks, or with a place
-        value.owner.refuse_early(f"{name.removeprefix('linalg_vector_')}(dim={dims}) of {value._what()}")
+        value.owner.refuse_in_no_sync(f"{name.removeprefix('linalg_vector_')}(dim={dims}) of {value._what()}")
         whole = value.full_tensor().to(value.dtype)
         return func(whole, *args[1:], **kwargs)
     dtype = dtype_of(name, value._local.dtype, given)
