@@ -201,12 +201,13 @@ class GradShards:
         tensors = [item for item in args[1:] if isinstance(item, Tensor)]
         is_of_all = any(isinstance(item, ShardedValue) or not item.dim() for item in tensors)
         name = func.overloadpacket.__name__
+        what = f"{name} of {values[0]._what()}"
+        if is_of_all or name.rstrip("_") not in _OF_EACH_RANK:
+            return what
         numbers = [item for item in (*args[1:], *kwargs.values()) if type(item) in (int, float)]
-        is_of_read = self.is_read_in_no_sync and bool(numbers)
-        if not is_of_all and not is_of_read and name.rstrip("_") in _OF_EACH_RANK:
-            return None
-        after = f" and {numbers[0]}, after a norm or the like was read" if is_of_read else ""
-        return f"{name} of {values[0]._what()}{after}"
+        if self.is_read_in_no_sync and numbers:
+            return f"{what} and {numbers[0]}, after a norm or the like was read"
+        return None
 
     def forget_numbers(self) -> None:
         """The gradients may have changed: norms and the like are computed anew."""
