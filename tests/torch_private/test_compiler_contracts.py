@@ -330,7 +330,8 @@ def test_buffers_among_the_inputs() -> None:
     torch._dynamo.reset()
     model = Reads()
     torch.compile(model, backend=backend)(torch.ones(2))
-    assert [id(value) for value in found] == [id(model.frozen), id(model.scale)], "none that trains, of integers, given"
+    wanted = [id(model.frozen), id(model.scale), id(model.order)]
+    assert [id(value) for value in found] == wanted, "neither the parameter that trains, nor the argument"
 
 
 @contract("keep_for_backward", "joint_custom_post_pass or CheckpointPolicy.MUST_SAVE")

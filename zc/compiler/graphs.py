@@ -87,8 +87,8 @@ class Block(Protocol):
 class Origin:
     """The graph of Dynamo's that AOTAutograd has made a forward and a backward of. ``names``: of the parameters among
     its inputs. ``block``: the one that it was traced for; None: it belongs to the very parameters that it is guarded
-    by. ``untrained``: positions of inputs that are buffers of floating point or frozen parameters, but for those whose
-    weights are sharded; ``with_grad``: of inputs that have a gradient."""
+    by. ``untrained``: positions of inputs that are buffers or frozen parameters, but for those whose weights are
+    sharded; ``with_grad``: of inputs that have a gradient."""
 
     runtime: Runtime
     names: Sequence[str | None]
