@@ -1140,8 +1140,9 @@ def compile_graph(
     from torch._inductor.compile_fx import compile_fx
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
-    given: Any = (options or {}).get("joint_custom_post_pass", config.joint_custom_post_pass)
-    passes = [*given] if isinstance(given, (list, tuple)) else [given] if given is not None else []
+    users_pass: Any = (options or {}).get("joint_custom_post_pass", config.joint_custom_post_pass)
+    users_passes = users_pass if isinstance(users_pass, (list, tuple)) else [users_pass]
+    passes = [each for each in users_passes if each is not None]
 
     class JointPass(CustomGraphPass):
         def __call__(self, graph: fx.Graph) -> None:
@@ -1149,7 +1150,7 @@ def compile_graph(
                 if each is not None:
                     each(graph)
 
-        def uuid(self) -> Any:  # None: a pass of the program has no key, and nothing is cached
+        def uuid(self) -> Any:  # None: one of the user's passes has no key, and nothing is cached
             keys = [each.uuid() if isinstance(each, CustomGraphPass) else None for each in passes]
             return None if None in keys else (str(joint_pass), *keys)
 

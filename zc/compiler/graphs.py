@@ -455,10 +455,10 @@ class CompiledBackward(CompiledGraph):
 def _refuse_writes_to_copies(graph: fx.Graph, origin: Origin) -> None:
     """Relies on AOTAutograd writing inputs by ``copy_`` alone (2.11 to 2.15)."""
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
-        kept = node.args[0]
-        if isinstance(kept, fx.Node) and kept.name in origin.copied:
+        buffer = node.args[0]
+        if isinstance(buffer, fx.Node) and buffer.name in origin.copied:
             raise ZcError(
-                f"a buffer of shape {list(kept.meta['val'].shape)} is written by the compiled forward and by its "
+                f"a buffer of shape {list(buffer.meta['val'].shape)} is written by the compiled forward and by its "
                 "backward too: the backward has a copy, so its write would be lost. Let each write a buffer of its "
                 'own, or put one of them under @torch.compiler.disable; or zc.compile(..., backend="eager")'
             )

@@ -111,7 +111,7 @@ def check_independent(optimizer: Optimizer, device: torch.device) -> None:
         return
     for group, is_given in itertools.product(optimizer.param_groups, (True, False)):
         # small decays drown in rounding, and what scales them may read all parameters
-        decays = {} if is_given else {key: 1.0 for key in group if "weight_decay" in key and _is_number(group[key])}
+        decays = {} if is_given else {key: 1.0 for key in group if "weight_decay" in key and _is_nonzero(group[key])}
         if not is_given and not decays:
             continue
         try:
@@ -134,8 +134,8 @@ def check_independent(optimizer: Optimizer, device: torch.device) -> None:
             )
 
 
-def _is_number(option: Any) -> bool:
-    """One other than 0."""
+def _is_nonzero(option: Any) -> bool:
+    """Whether an option is a number other than 0."""
     return isinstance(option, float) and option != 0
 
 
