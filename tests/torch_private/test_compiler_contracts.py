@@ -337,9 +337,10 @@ def test_buffers_among_the_inputs() -> None:
 @contract("keep_for_backward", "joint_custom_post_pass or CheckpointPolicy.MUST_SAVE")
 @pytest.mark.parametrize("is_kept", [True, False])
 def test_values_that_a_backward_does_not_derive_again(is_kept: bool) -> None:
-    saved: list[str] = []
+    saved, order = list[str](), list[str]()
 
     def joint_pass(graph: fx.Graph) -> None:
+        order.append("zc's")
         for node in graph.find_nodes(op="call_function", target=torch.ops.aten.cos.default) if is_kept else ():
             torch_private.keep_for_backward(node)
 
@@ -350,10 +351,12 @@ def test_values_that_a_backward_does_not_derive_again(is_kept: bool) -> None:
         return torch_private.boxed(lambda args: gm(*args))
 
     def backend(gm: fx.GraphModule, inputs: list[Any]) -> Any:
-        return torch_private.compile_graph(gm, inputs, inner, joint_pass=joint_pass)
+        options = {"joint_custom_post_pass": [lambda _: order.append("the user's")]}
+        return torch_private.compile_graph(gm, inputs, inner, options, joint_pass=joint_pass)
 
     torch.compile(lambda x, y: x * (2 * y).cos(), backend=backend)(torch.ones(2, requires_grad=True), torch.ones(2))
     assert ("aten.cos.default" in saved) == is_kept, saved
+    assert order == ["the user's", "zc's"]
 
 
 @contract(
