@@ -397,7 +397,7 @@ def close(model: nn.Module) -> None:
     if compiled is None:
         return
     runtime = compiled.runtime
-    if runtime.weights.has_shards and runtime.weights.is_unsharded:
+    if runtime.plan.sharded and runtime.weights.is_unsharded:
         raise ZcError(
             "zc.close was called inside `with zc.whole_parameters(model)`, which at its end writes the shards that "
             "zc.close releases: leave it before you close the model"
