@@ -216,7 +216,7 @@ def _make_runtime(request: Request, ranks: Group) -> Runtime:
     config = request.config
     runtime = Runtime(config, buffers, ranks, make_streams(device), params, features_of(plan, config))
     runtime.frozen = {n: p for n, p in request.model.named_parameters() if n not in params}
-    in_buckets = plan.slot_of()
+    in_buckets = plan.slot_of
     runtime.placed.update({n: p for n, p in runtime.frozen.items() if n in in_buckets})
     for note in notes_of(request, ranks):
         runtime.say_once(note)

@@ -139,7 +139,7 @@ class Runtime(Core):
     def leave(self, names: Collection[str]) -> None:
         """These parameters leave the plan, which still has their slots: another one has replaced each. They are plain
         ones afterwards, with memory of their own, and schedules that name their slots are made anew."""
-        where = self.plan.slot_of()
+        where = self.plan.slot_of
         self.drop([where[name] for name in names if name in self.params], set_to_none=True)
         for name in names:
             param = self.placed.pop(name)

@@ -98,7 +98,7 @@ class GradShards:
 
     def adopt(self, buckets: Sequence[Bucket]) -> None:
         """Adds the parameters of these buckets."""
-        self._where = self.runtime.plan.slot_of()
+        self._where = self.runtime.plan.slot_of
         for bucket in buckets:
             self._cuts[bucket.index] = _Cut(bucket, self.runtime.group.shard.rank)
 
