@@ -34,7 +34,7 @@ from zc.checks import (
 from zc.compiler import backend as compiler
 from zc.compiler.blocks import Blocks, compile_blocks, find_again
 from zc.config import OPTIONS, Config, check_count
-from zc.engine.buffer_sync import BufferSync, has_buffers
+from zc.engine.buffer_sync import BufferSync
 from zc.engine.buffers import Buffers
 from zc.engine.core import Updater
 from zc.engine.param_checks import Unset
@@ -235,7 +235,8 @@ def _make_updater(request: Request, one: ShardedOptimizer) -> Updater:
 def _make_buffer_sync(model: nn.Module, runtime: Runtime) -> BufferSync | None:
     """Copies rank 0's buffers to the others before a forward; None if the option or the model needs no such copies."""
     own = left_to_ranks(model)
-    is_needed = runtime.config.broadcast_buffers and has_buffers(model, own) and runtime.group.world_size > 1
+    has_buffers = any(buffer.numel() for name, buffer in model.named_buffers() if name not in own)
+    is_needed = runtime.config.broadcast_buffers and has_buffers and runtime.group.world_size > 1
     return BufferSync(model, runtime, own) if is_needed else None
 
 

@@ -28,7 +28,7 @@ from torch import Tensor
 from zc.kernels import reduce_rows
 from zc.planning.plan import Bucket, Hop, Level, Plan, Way, hops_to_gather, reads_shards
 from zc.ranks.exchanges import Sum
-from zc.ranks.journal import GATHER, wait
+from zc.ranks.journal import GATHER
 
 if TYPE_CHECKING:
     from zc.ranks.exchanges import Exchanges
@@ -90,9 +90,10 @@ class Messages(Route):
 
     def take(self, bucket: Bucket, sent: Tensor, scratch: Tensor) -> None:
         if self.is_native:
-            wait(self.ranks.reduce_scatter(part_of(scratch, bucket.layout.numel_shard, sent.dtype), sent, bucket.index))
+            out = part_of(scratch, bucket.layout.numel_shard, sent.dtype)
+            self.ranks.reduce_scatter(out, sent, bucket.index).wait()
         else:
-            wait(self.ranks.all_to_all(part_of(scratch, sent.numel(), sent.dtype), sent, bucket.index))
+            self.ranks.all_to_all(part_of(scratch, sent.numel(), sent.dtype), sent, bucket.index).wait()
 
     def finish(self, bucket: Bucket, scratch: Tensor, total: Sum) -> None:
         count = 1 if self.is_native else self.ranks.world_size
@@ -100,7 +101,7 @@ class Messages(Route):
         add_rows(total, rows, bucket, keeps_rows=False)
 
     def gather(self, bucket: Bucket, whole: Tensor, shard: Tensor, scratch: Tensor | None, base: Tensor | None) -> None:
-        wait(self.ranks.all_gather(whole, shard, GATHER, bucket.index))
+        self.ranks.all_gather(whole, shard, GATHER, bucket.index).wait()
 
 
 class Routes:
