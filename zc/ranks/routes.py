@@ -111,7 +111,6 @@ class Routes:
     def __init__(self, plan: Plan, group: Group, tables: list[Tensor], makers: Mapping[Way, MakeRoute] = {}) -> None:
         self.plan, self.group, self.tables, self._makers = plan, group, tables, makers
         self._made: dict[Hop, Route] = {}
-        self._to_reduce: dict[int, Route] = {}  # by the number of the hop
         self._to_gather: dict[tuple[int, bool], list[Route]] = {}  # by bucket, and whether exactly
         # of weights that a rank gathers when it likes: made here, since two threads use it
         self.shards = self._of(Hop(Way.SHARDS, Level.ALL, plan.world_size)) if self.gathers_alone else Route()
@@ -123,9 +122,7 @@ class Routes:
 
     def to_reduce(self, hop: int) -> Route:
         """The route of this hop of a reduction."""
-        if hop not in self._to_reduce:
-            self._to_reduce[hop] = self._of(self.plan.hops[hop])
-        return self._to_reduce[hop]
+        return self._of(self.plan.hops[hop])
 
     def gather(
         self, bucket: Bucket, whole: Tensor, shard: Tensor, scratch: Tensor | None = None, base: Tensor | None = None
