@@ -116,7 +116,7 @@ def seen_in_blocks() -> Iterator[list[list[int]]]:
     @contextlib.contextmanager
     def block(self: OverlappedWeights, places: Any) -> Iterator[None]:
         with plain_block(self, places):
-            seen.append(sorted(self._in_flight))
+            seen.append(sorted(self.in_flight))
             yield
 
     OverlappedWeights.block = block  # type: ignore[method-assign, assignment]
@@ -168,13 +168,13 @@ def test_weights_that_a_failed_forward_has_not_read_are_waited_for() -> None:
     weights = zc.registry.sharded(net).runtime.weights
     for _ in range(2):
         net(torch.ones(2, DIM)).sum().backward()
-        assert not weights.is_in_flight, "after a forward all weights may be read"
+        assert not weights.in_flight, "after a forward all weights may be read"
         optimizer.step()
     net.skipped = Stops()
     with pytest.raises(RuntimeError, match="stops"):
         net(torch.ones(2, DIM))
     bucket = zc.registry.sharded(net).runtime.plan.slot_of["last.weight"][0]
-    assert bucket in weights._in_flight and type(net.last.weight) is not nn.Parameter
+    assert bucket in weights.in_flight and type(net.last.weight) is not nn.Parameter
     net.last.weight.sum()
-    assert bucket not in weights._in_flight and type(net.last.weight) is nn.Parameter
+    assert bucket not in weights.in_flight and type(net.last.weight) is nn.Parameter
     zc.close(net)
