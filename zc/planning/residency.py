@@ -113,7 +113,6 @@ class _Planner:
             self.next.update(dict.fromkeys(use, len(uses) - len(self._following)))
         self._following.reverse()
         self.other = [self._other_use(k) for k in range(len(uses))]
-        self._both = [self._pair(k) for k in range(len(uses))]
         self.live, self.order = dict[int, _Span](), list[_Span]()  # what is alive by bucket, and by position
         self.frees, self.gathers = list[Extent](), list[Extent]()
         self.ahead = 0  # all that earlier uses read is there
@@ -249,7 +248,7 @@ class _Planner:
     def _leaves_room(self, bucket: int, k: int, start: int) -> bool:
         """Whether the buckets of use ``k`` and of the one after it fit together if ``bucket`` is gathered at ``start``.
         True if they don't fit in any case."""
-        both = self._both[k]
+        both = self._pair(k)
         if not both:
             return True
         stop = start + self.size[bucket]
