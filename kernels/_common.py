@@ -193,11 +193,6 @@ def check_slots(name: str, flat: Tensor, grads: Sequence[Tensor], offsets: Seque
 CHUNK = 1 << 18
 
 
-def compute_dtype(*dtypes: torch.dtype) -> torch.dtype:
-    """The dtype of the arithmetic: fp64 where one operand is fp64, else fp32."""
-    return torch.float64 if torch.float64 in dtypes else torch.float32
-
-
 def scratch_like(flat: Tensor, dtype: torch.dtype, numel: int | None = None) -> Tensor:
     """One piece of uninitialised memory on the device of ``flat``, no longer than needed."""
     return torch.empty(min(CHUNK, flat.numel() if numel is None else numel), dtype=dtype, device=flat.device)

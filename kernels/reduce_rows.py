@@ -20,7 +20,6 @@ from zc.kernels._common import (
     check_dtype,
     check_flat,
     check_numel,
-    compute_dtype,
     constexpr,
     jit,
     kernel,
@@ -59,7 +58,7 @@ def reduce_rows(rows: Tensor, out: Tensor, *, scale: float, add: bool, keeps_row
         raise ValueError(f"rows: shape is {tuple(rows.shape)}, expected [W, S] with W >= 1")
     if rows.shape[1] > 1 and rows.stride(1) != 1:
         raise ValueError(f"rows: stride within a row is {rows.stride(1)}, expected 1")
-    check_dtype("out", out, (compute_dtype(rows.dtype),))
+    check_dtype("out", out, (torch.float64 if rows.dtype == torch.float64 else torch.float32,))
     check_flat("out", out)
     check_numel("out", out, "a row", rows.shape[1])
     check_device("out", out, "rows", rows)

@@ -119,7 +119,7 @@ def debt_of(graph: fx.Graph, plan: Plan) -> Debt:
     if "debt" in meta:
         debt: Debt = meta["debt"]
         return debt
-    where = plan.slot_of()
+    where = plan.slot_of
     pairs = zip(returned_by(graph), meta.get("grad_of", ()), strict=False)
     return Debt(frozenset(where[name] for grad, name in pairs if name is not None and isinstance(grad, fx.Node)))
 

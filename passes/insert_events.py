@@ -59,7 +59,7 @@ def _uncovered(timeline: Timeline, lasting: set[str], shared: frozenset[Buffer])
     for buffer, stream, point in timeline.last_touches():
         if stream in lasting - {MAIN, buffer.carrier}:
             last = timeline.last_touch(buffer, buffer.carrier) if buffer in shared else None
-            if last is None or not timeline.is_after(timeline.nodes[last], point):
+            if last is None or not timeline.is_after(last, point):
                 points[stream] = max(points.get(stream, 0), point[1])
     return points
 
@@ -99,7 +99,6 @@ class Timeline:
         self.nodes: dict[Point, fx.Node] = {}
         self.touches: dict[Place, list[_Touch]] = {}  # buffer -> touches that a later one may still conflict with
         self._placeholders = {value(n).buffer for n in graph.nodes if n.op == "placeholder"}
-        self._points: dict[fx.Node, Point] = {}
         self._snapshots: dict[Point, Clock] = {}  # the clock at a node, itself included
         self._events: dict[Point, str] = {}  # recorded already
         self._last: dict[tuple[Place, str], Point] = {}  # buffer, stream -> last touch
@@ -150,7 +149,7 @@ class Timeline:
         clock = self.clocks.setdefault(stream, {})
         clock[stream] = clock.get(stream, 0) + 1
         point = (stream, clock[stream])
-        self.nodes[point], self._points[node], self._snapshots[point] = node, point, dict(clock)
+        self.nodes[point], self._snapshots[point] = node, dict(clock)
         for access, is_write in touched:
             touches = self.touches[access.buffer]
             if is_write:  # an access that conflicts with a covered touch conflicts with this later one, too
@@ -171,9 +170,9 @@ class Timeline:
         """(buffer, stream, its last touch there)"""
         return [(b, s, point) for (b, s), point in self._last.items() if isinstance(b, Buffer)]
 
-    def is_after(self, node: fx.Node, point: Point) -> bool:
-        """Whether a node that has been visited is ordered after ``point``."""
-        return self._snapshots[self._points[node]].get(point[0], -1) >= point[1]
+    def is_after(self, later: Point, point: Point) -> bool:
+        """Whether the node at ``later``, which has been visited, is ordered after ``point``."""
+        return self._snapshots[later].get(point[0], -1) >= point[1]
 
     def _entry(self, buffer: Place) -> list[_Touch]:
         """The touches of a buffer before the schedule starts; none is ordered after another."""

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 def run(graph: fx.Graph, plan: Plan) -> fx.Graph:
     new = copy_graph(graph)
     output = new.output_node()
-    where = plan.slot_of()
+    where = plan.slot_of
     returned = returned_by(new)
     names = output.meta.get("grad_of", ())
     placeholders = new.find_nodes(op="placeholder")

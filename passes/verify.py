@@ -241,7 +241,6 @@ class Order:
         carriers = {buffer.carrier for buffer in shared}
         self.nodes, self.shared = nodes, shared
         self.ops = [op_of(node) for node in nodes]
-        self.accesses = [accesses(node) for node in nodes]  # reads and writes
         self.streams = sorted({stream_of(n) for n in nodes} | {MAIN} | carriers)
         self._id = {name: k for k, name in enumerate(self.streams)}
         self._bits = {carried_event(buffer): _ISSUED << k for k, buffer in enumerate(sorted(shared), start=1)}
@@ -358,7 +357,7 @@ class Order:
             touches[value(node).buffer] = [_Touch(value(node), True, self._id[MAIN], 0, 0, None)]
         for k, node in enumerate(self.nodes):
             stream, position = self.stream[k], self.position[k]
-            reads, writes = self.accesses[k]
+            reads, writes = accesses(node)
             if node.op == "output":
                 reads, writes = (), reads  # the caller may write or free it
             mine = [(a, True) for a in writes] + [(a, False) for a in reads]

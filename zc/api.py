@@ -34,7 +34,7 @@ from zc.checks import (
 from zc.compiler import backend as compiler
 from zc.compiler.blocks import Blocks, compile_blocks, find_again
 from zc.config import OPTIONS, Config, check_count
-from zc.engine.buffer_sync import BufferSync, has_buffers
+from zc.engine.buffer_sync import BufferSync
 from zc.engine.buffers import Buffers
 from zc.engine.core import Updater
 from zc.engine.param_checks import Unset
@@ -216,7 +216,7 @@ def _make_runtime(request: Request, ranks: Group) -> Runtime:
     config = request.config
     runtime = Runtime(config, buffers, ranks, make_streams(device), params, features_of(plan, config))
     runtime.frozen = {n: p for n, p in request.model.named_parameters() if n not in params}
-    in_buckets = plan.slot_of()
+    in_buckets = plan.slot_of
     runtime.placed.update({n: p for n, p in runtime.frozen.items() if n in in_buckets})
     for note in notes_of(request, ranks):
         runtime.say_once(note)
@@ -235,7 +235,8 @@ def _make_updater(request: Request, one: ShardedOptimizer) -> Updater:
 def _make_buffer_sync(model: nn.Module, runtime: Runtime) -> BufferSync | None:
     """Copies rank 0's buffers to the others before a forward; None if the option or the model needs no such copies."""
     own = left_to_ranks(model)
-    is_needed = runtime.config.broadcast_buffers and has_buffers(model, own) and runtime.group.world_size > 1
+    has_buffers = any(buffer.numel() for name, buffer in model.named_buffers() if name not in own)
+    is_needed = runtime.config.broadcast_buffers and has_buffers and runtime.group.world_size > 1
     return BufferSync(model, runtime, own) if is_needed else None
 
 
@@ -397,7 +398,7 @@ def close(model: nn.Module) -> None:
     if compiled is None:
         return
     runtime = compiled.runtime
-    if runtime.weights.has_shards and runtime.weights.is_unsharded:
+    if runtime.plan.sharded and runtime.weights.is_unsharded:
         raise ZcError(
             "zc.close was called inside `with zc.whole_parameters(model)`, which at its end writes the shards that "
             "zc.close releases: leave it before you close the model"

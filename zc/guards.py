@@ -194,7 +194,7 @@ def _apply(
         return torch_private.plain_apply(model, function, recurse)
     in_buckets = {id(param) for param in runtime.placed.values()}
     weights = runtime.weights
-    filtered = _refusing_moves if weights.has_shards and not weights.is_unsharded else _skipping_copies
+    filtered = _skipping_copies if weights.is_unsharded else _refusing_moves
     with weights.named_plainly():
         return torch_private.plain_apply(model, filtered(in_buckets, function), recurse)
 

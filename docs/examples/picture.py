@@ -15,7 +15,7 @@ from torch import nn
 
 import zc
 from zc.registry import sharded
-from zc.report.html import draw
+from zc.report.html import STYLE, draw
 from zc.report.timeline import measured
 
 dist.init_process_group("gloo")
@@ -30,5 +30,6 @@ for _ in range(4):  # zc clocks one step, once nothing is compiled any more
 runtime = sharded(model).runtime
 step = runtime.streams.clock.step()
 if dist.get_rank() == 0:
-    Path(sys.argv[1]).write_text(draw(measured(step, [*runtime.programs, *runtime.weights.programs]), is_alone=True))
+    tag, end, content = draw(measured(step, [*runtime.programs, *runtime.weights.programs])).partition(">")
+    Path(sys.argv[1]).write_text(f"{tag}{end}<style>{STYLE}</style>{content}")  # the page has the style at its top
 dist.destroy_process_group()

@@ -190,8 +190,8 @@ def _asks_for_no_value(rank: int, world_size: int) -> None:
             assert p.nbytes == 4 * p.numel() and {p: 1}[p] and torch.is_tensor(p) and p.is_floating_point()
             p.grad = None
         weights = zc.registry.sharded(model).runtime.weights
-        seen.append(weights.is_in_flight and type(last_weight(model)) is not nn.Parameter)
-        assert last_weight(model).sum().item() and not weights.is_in_flight
+        seen.append(bool(weights.in_flight) and type(last_weight(model)) is not nn.Parameter)
+        assert last_weight(model).sum().item() and not weights.in_flight
         assert all(type(p) is nn.Parameter for p in model.parameters())
 
     _, explanation = train_late(rank, Late, look, backend="aot_eager", overlap_gather=True)
@@ -215,7 +215,7 @@ def _own_class(rank: int, world_size: int) -> str:
     mean_square(model, vectors(DIM, 8)(rank, 0, 0)).backward()
     optimizer.step()
     assert type(last_weight(model)) is Named
-    assert not zc.registry.sharded(model).runtime.weights.is_in_flight, "step() has waited"
+    assert not zc.registry.sharded(model).runtime.weights.in_flight, "step() has waited"
     return str(zc.explain(model))
 
 

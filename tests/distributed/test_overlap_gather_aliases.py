@@ -27,7 +27,7 @@ ALIASES: dict[str, Callable[[nn.Parameter], Any]] = {
 
 def has_waited(model: nn.Module) -> bool:
     """Whether no gather may be in flight; without overlap_gather none ever is."""
-    return not getattr(zc.registry.sharded(model).runtime.weights, "is_in_flight", False)
+    return not getattr(zc.registry.sharded(model).runtime.weights, "in_flight", False)
 
 
 class Keeper:

@@ -116,7 +116,7 @@ def seen_in_blocks() -> Iterator[list[list[int]]]:
     @contextlib.contextmanager
     def block(self: OverlappedWeights, places: Any) -> Iterator[None]:
         with plain_block(self, places):
-            seen.append(sorted(self._in_flight))
+            seen.append(sorted(self.in_flight))
             yield
 
     OverlappedWeights.block = block  # type: ignore[method-assign, assignment]
@@ -131,7 +131,7 @@ def steps(rank: int, world_size: int, name: str) -> tuple[list[list[int]], list[
     with seen_in_blocks() as seen:
         options: dict[str, Any] = {"bucket_nbytes": SIZES["parts"], "backend": "aot_eager"}
         net, _ = trained(name, rank, 0.0, Late, overlap_gather=True, **options)
-    where = zc.registry.sharded(net).runtime.plan.slot_of()
+    where = zc.registry.sharded(net).runtime.plan.slot_of
     assert len(seen) == UPDATES * BLOCKS and where["last.weight"][0] == 0, "the head is gathered last"
     last = [min(bucket for key, (bucket, _) in where.items() if key.startswith(f"blocks.{k}.")) for k in range(BLOCKS)]
     return seen[-BLOCKS:], [list(range(bucket)) for bucket in last]
@@ -168,13 +168,13 @@ def test_weights_that_a_failed_forward_has_not_read_are_waited_for() -> None:
     weights = zc.registry.sharded(net).runtime.weights
     for _ in range(2):
         net(torch.ones(2, DIM)).sum().backward()
-        assert not weights.is_in_flight, "after a forward all weights may be read"
+        assert not weights.in_flight, "after a forward all weights may be read"
         optimizer.step()
     net.skipped = Stops()
     with pytest.raises(RuntimeError, match="stops"):
         net(torch.ones(2, DIM))
-    bucket = zc.registry.sharded(net).runtime.plan.slot_of()["last.weight"][0]
-    assert bucket in weights._in_flight and type(net.last.weight) is not nn.Parameter
+    bucket = zc.registry.sharded(net).runtime.plan.slot_of["last.weight"][0]
+    assert bucket in weights.in_flight and type(net.last.weight) is not nn.Parameter
     net.last.weight.sum()
-    assert bucket not in weights._in_flight and type(net.last.weight) is nn.Parameter
+    assert bucket not in weights.in_flight and type(net.last.weight) is nn.Parameter
     zc.close(net)

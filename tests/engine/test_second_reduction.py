@@ -21,6 +21,7 @@ from zc.planning.plan import Level, flat
 from zc.ranks.routes import Routes
 
 SHAPES = {"weight": (9, 7), "bias": (13,)}
+DONE: Any = SimpleNamespace(wait=lambda: None)
 
 
 class Exchanges:
@@ -45,12 +46,14 @@ class FakeGroup:
     def of_level(self, level: Level) -> FakeGroup:
         return self
 
-    def all_to_all(self, out: Tensor, rows: Tensor, bucket: int) -> None:
+    def all_to_all(self, out: Tensor, rows: Tensor, bucket: int) -> Any:
         everyone = self.exchanges.swap(self.rank, rows)
         out.copy_(torch.cat([each.view(self.world_size, -1)[self.rank] for each in everyone]))
+        return DONE
 
-    def all_gather(self, out: Tensor, shard: Tensor, what: str, bucket: int) -> None:
+    def all_gather(self, out: Tensor, shard: Tensor, what: str, bucket: int) -> Any:
         out.copy_(torch.cat(self.exchanges.swap(self.rank, shard)))
+        return DONE
 
 
 @pytest.mark.parametrize(("num_replicas", "world_size"), [(2, 2), (3, 2), (3, 1)])

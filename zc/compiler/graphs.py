@@ -202,7 +202,7 @@ class CompiledGraph(ABC):
         """A copy of the graph whose inputs name the weights that a member reads: ``meta["weight"]`` those that are
         sharded, ``meta["buffer"]`` the others."""
         graph, plan = copy_graph(self.graph), self.runtime.plan
-        where = plan.slot_of()
+        where = plan.slot_of
         for node in graph.nodes:
             name = node.meta.pop("param", None)
             if name is None or (self.block is not None and member is None):
@@ -226,7 +226,7 @@ class CompiledForward(CompiledGraph):
 
     def __init__(self, origin: Origin, traced: Traced) -> None:
         plan = origin.runtime.plan
-        super().__init__(origin, traced, weights=plan.sharded_names or plan.slot_of())
+        super().__init__(origin, traced, weights=plan.sharded_names or plan.slot_of)
         self.get(self.traced_for, None)  # while Dynamo's context is open
 
     def __call__(self, args: list[Any]) -> tuple[Any, ...]:

@@ -34,7 +34,6 @@ from torch import Tensor, nn
 
 from zc import torch_private
 from zc.engine.core import Part
-from zc.errors import RankMismatchError
 from zc.ranks.exchanges import Work
 
 if TYPE_CHECKING:
@@ -46,11 +45,6 @@ _TOGETHER = (
     "Write buffers on all ranks, and rank 0's values count; or call zc.compile(broadcast_buffers=False). "
     "(DistributedDataParallel lets all ranks wait for rank 0 before every forward)"
 )
-
-
-def has_buffers(model: nn.Module, own: Collection[str]) -> bool:
-    """Whether there are buffers besides ``own``, which each rank keeps."""
-    return any(buffer.numel() for name, buffer in model.named_buffers() if name not in own)
 
 
 class BufferSync(Part):
@@ -159,10 +153,9 @@ class BufferSync(Part):
             return
         if int(head[2]) != nbytes:
             raise group.failure(
-                RankMismatchError,
                 f"rank 0's buffers have {int(head[2]):,} bytes, those of rank {group.rank} {nbytes:,}"
                 f"{self._changed(model)}: buffers must have the same shapes on all ranks before a forward, or call "
-                "zc.compile(broadcast_buffers=False)",
+                "zc.compile(broadcast_buffers=False)"
             )
         for buffers in self._in_message(by_device, head):
             packed = torch.empty(sum(b.nbytes for b in buffers), dtype=torch.uint8, device="cpu")
@@ -177,14 +170,14 @@ class BufferSync(Part):
             return
         rank = self.core.group.rank
         who, other = (f"rank {rank} has written {written}", 0) if written else ("rank 0 has written a buffer", rank)
-        raise self.core.group.failure(
-            RankMismatchError,
-            f"{who} between two updates, and rank {other} has written none. {_TOGETHER}",
-        )
+        text = f"{who} between two updates, and rank {other} has written none. {_TOGETHER}"
+        raise self.core.group.failure(text)
 
     def _take(self, packed: Tensor, buffers: list[Tensor]) -> None:
+        """Copies the bytes into the buffers through ``.data``, as DDP does: a backward may need their versions."""
         if self._for_whom == _EVERY_RANK or self._has_trained:
-            _unpack(packed, buffers)
+            for buffer, part in zip(buffers, torch.split(packed, [b.nbytes for b in buffers]), strict=True):
+                buffer.data.copy_(part.view(buffer.dtype).view(buffer.shape))
 
     def _in_message(self, by_device: dict[torch.device, list[Tensor]], head: Tensor) -> list[list[Tensor]]:
         """The buffers in the message with this head. After the last message, `receive_all` sends those on a GPU."""
@@ -209,9 +202,3 @@ def _pack(buffers: list[Tensor]) -> Tensor:
     first."""
     plain = (b.detach().resolve_conj().resolve_neg().contiguous() for b in buffers)
     return torch.cat([b.view(-1).view(torch.uint8) for b in plain])
-
-
-def _unpack(packed: Tensor, buffers: list[Tensor]) -> None:
-    """Copies the bytes into the buffers through ``.data``, as DDP does: a backward may still need their versions."""
-    for buffer, part in zip(buffers, torch.split(packed, [b.nbytes for b in buffers]), strict=True):
-        buffer.data.copy_(part.view(buffer.dtype).view(buffer.shape))

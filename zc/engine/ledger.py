@@ -93,22 +93,11 @@ class Ledger:
             self._updated.clear()
         return is_last
 
-    def close_step(
-        self,
-        *,
-        num_reductions: Counter[int],
-        nbytes_sent: Counter[str],
-        nbytes_moved: dict[str, int],
-        exposed_s: float | None,
-        waits: Waits,
-    ) -> None:
+    def close_step(self) -> None:
         """Ends the current step; it becomes the last one."""
-        step = self.step
-        step.num_reductions, step.nbytes_sent, step.nbytes_moved = num_reductions, nbytes_sent, nbytes_moved
-        step.exposed_s, step.waits = exposed_s, waits
         faults = num_page_faults()
         if faults is not None and self._faults_before is not None:
-            step.num_page_faults = faults - self._faults_before
+            self.step.num_page_faults = faults - self._faults_before
         self._faults_before = faults
         self.last, self.step = self.step, Step()
         self.num_steps += 1

@@ -139,7 +139,7 @@ class Runtime(Core):
     def leave(self, names: Collection[str]) -> None:
         """These parameters leave the plan, which still has their slots: another one has replaced each. They are plain
         ones afterwards, with memory of their own, and schedules that name their slots are made anew."""
-        where = self.plan.slot_of()
+        where = self.plan.slot_of
         self.drop([where[name] for name in names if name in self.params], set_to_none=True)
         for name in names:
             param = self.placed.pop(name)
@@ -561,14 +561,11 @@ class Runtime(Core):
         journal, exposed_s = self.group.journal, None
         if journal is not None and isinstance(self.streams, ThreadStreams):  # elsewhere the device waits, not the host
             exposed_s, journal.exposed_s = journal.exposed_s, 0.0
-        num_reductions, nbytes_moved = self.accumulators.pop_counts()
-        self.ledger.close_step(
-            num_reductions=num_reductions,
-            nbytes_sent=self.group.take_nbytes_sent(),
-            nbytes_moved=nbytes_moved,
-            exposed_s=exposed_s,
-            waits=self.agreement.pop_waits(),
-        )
+        step = self.ledger.step
+        step.num_reductions, step.nbytes_moved = self.accumulators.pop_counts()
+        step.nbytes_sent, step.exposed_s = self.group.take_nbytes_sent(), exposed_s
+        step.waits = self.agreement.pop_waits()
+        self.ledger.close_step()
         self.streams.clock.end_step(len(self.ledger.graphs), exposed_s)
         if self.ledger.num_steps == 1:
             uncompiled = self.ledger.uncompiled(self.programs, self.plan.buckets, self.outside_blocks)

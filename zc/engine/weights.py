@@ -70,8 +70,6 @@ Programs = dict[tuple[str, int | None], Program]
 class Weights(Part):
     """The weights of one model on one rank."""
 
-    has_shards = False  # whether a parameter may have no bytes outside of its use
-
     def __init__(self, core: Core) -> None:
         super().__init__(core)
         # by kind, of all buckets ("gather", "gather exactly") or of one. None is made for a set of buckets: with layer

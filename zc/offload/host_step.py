@@ -176,12 +176,9 @@ class HostStep(Updater):
         if self.disk is not None:
             for bucket in changed:
                 self.disk.move_to_file(bucket)
-        self._bring(changed)
+        self.publish_loaded(changed)
 
     def publish_loaded(self, buckets: tuple[int, ...]) -> None:
-        self._bring(buckets)
-
-    def _bring(self, buckets: tuple[int, ...]) -> None:
         self._run(buckets, with_update=False)
         self.runtime.weights.published(buckets)
 

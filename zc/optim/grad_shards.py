@@ -98,7 +98,7 @@ class GradShards:
 
     def adopt(self, buckets: Sequence[Bucket]) -> None:
         """Adds the parameters of these buckets."""
-        self._where = self.runtime.plan.slot_of()
+        self._where = self.runtime.plan.slot_of
         for bucket in buckets:
             self._cuts[bucket.index] = _Cut(bucket, self.runtime.group.shard.rank)
 
@@ -365,9 +365,7 @@ class GradShards:
         flat = shard
         if ranks.world_size > 1:
             flat = torch.empty(bucket.numel, dtype=shard.dtype, device=shard.device)
-            work = ranks.all_gather(flat, shard.contiguous(), GATHER_GRADIENT, bucket.index)
-            if work is not None:
-                work.wait()
+            ranks.all_gather(flat, shard.contiguous(), GATHER_GRADIENT, bucket.index).wait()
         pairs = zip(bucket.slots, runtime.accumulators.touched[bucket.index], strict=True)
         return {s.name: in_shape(flat[s.offset : s.stop], s).clone() if touched else None for s, touched in pairs}
 

@@ -12,8 +12,8 @@ the frozen ones itself. One that fails without gradients (`needs_a_gradient`) se
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
-from types import MethodType
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType, MethodType
 from typing import Any
 
 from torch.optim import Optimizer
@@ -50,12 +50,6 @@ def _set_state(self: Any, state: dict[str, Any]) -> None:
     vars(self).update(outside)
 
 
-def _with_zero_grad(cls: type[Optimizer], zero_grad: Callable[..., None]) -> tuple[type, type]:
-    """Bases of a class like ``cls``, where an override that calls ``super().zero_grad()`` finds ``zero_grad`` (a
-    method) in place of torch's."""
-    return cls, type(Optimizer.__name__, (Optimizer,), {"__module__": __name__, "zero_grad": zero_grad})
-
-
 def second_object(optimizer: Optimizer, zero_grad: Callable[..., None], others: Iterable[str] = ()) -> Any:
     """A second object with the ``__dict__`` of ``optimizer``, and with groups, state and step hooks of its own, all
     empty. ``zero_grad``: stands in place of torch's. ``others``: methods that zc may replace on the caller's object,
@@ -69,28 +63,25 @@ def second_object(optimizer: Optimizer, zero_grad: Callable[..., None], others: 
         functions["zero_grad"] = zero_grad
     body = {
         "__slots__": own,  # slots take precedence over the ``__dict__``
-        "__module__": cls.__module__,
-        "__qualname__": cls.__qualname__,
         "__setstate__": _set_state,
         **{name: _OfClass(name, function) for name, function in functions.items()},
     }
-    bases = _with_zero_grad(cls, zero_grad)
-    own_class: Any = type(cls)(cls.__name__, bases, body)  # type: ignore[misc]  # its metaclass
-    second: Any = object.__new__(own_class)
-    second.__dict__ = optimizer.__dict__
+    second = with_zero_grad(optimizer, zero_grad, body)
     second.param_groups, second.state = [], {}
     for name in torch_private.STEP_HOOKS:
         setattr(second, name, OrderedDict())
     return second
 
 
-def with_zero_grad(optimizer: Optimizer, zero_grad: Callable[..., None]) -> Any:
+def with_zero_grad(
+    optimizer: Optimizer, zero_grad: Callable[..., None], body: Mapping[str, Any] = MappingProxyType({})
+) -> Any:
     """``optimizer`` once more, with the same ``__dict__``. Where its class overrides zero_grad and calls that of its
-    superclass, it finds ``zero_grad`` (a method) in place of torch's."""
+    superclass, it finds ``zero_grad`` (a method) in place of torch's. ``body``: what its class has beside that."""
     cls = type(optimizer)
-    body = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
-    bases = _with_zero_grad(cls, zero_grad)
-    own_class: Any = type(cls)(cls.__name__, bases, body)  # type: ignore[misc]  # its metaclass
+    of_torch = type(Optimizer.__name__, (Optimizer,), {"__module__": __name__, "zero_grad": zero_grad})
+    own_body = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, **body}
+    own_class: Any = type(cls)(cls.__name__, (cls, of_torch), own_body)  # type: ignore[misc]  # its metaclass
     again: Any = object.__new__(own_class)
     again.__dict__ = optimizer.__dict__
     return again

@@ -500,7 +500,7 @@ class ShardedOptimizer:
         if not absent:
             self.runtime.clear(set_to_none=set_to_none, optimizer=self.number)
             return
-        where = self.runtime.plan.slot_of()
+        where = self.runtime.plan.slot_of
         names = [name for name in self._names.values() if name not in absent]
         for name in names if set_to_none else ():
             self.runtime.params[name].grad = None

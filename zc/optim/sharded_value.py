@@ -310,10 +310,19 @@ def _by_element(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
             value.nonlinear = nonlinear
             value.changed()
         return written[0] if len(written) == 1 else tuple(written)
+
+    def value_of(result: Tensor, formula: tuple[Any, int] | None) -> ShardedValue:
+        is_wider = any(value.dtype != value._local.dtype for value in values)
+        dtype = _shown_dtype(func, args, kwargs) if is_wider else result.dtype
+        device = torch.device(kwargs["device"]) if kwargs.get("device") is not None else first.device
+        value = ShardedValue(first.owner, first.part, result, dtype=dtype, device=device)
+        value.formula, value.nonlinear = formula, nonlinear
+        return value
+
     result = results[0]
     if isinstance(result, Tensor):
-        return _wrap(result, func, args, kwargs, first, values, formula, nonlinear)
-    return type(result)(_wrap(item, func, args, kwargs, first, values, None, nonlinear) for item in result)
+        return value_of(result, formula)
+    return type(result)(value_of(item, None) for item in result)
 
 
 def _operand(item: Any, first: ShardedValue, k: int, place: torch.device) -> Any:
@@ -334,25 +343,6 @@ def _operand(item: Any, first: ShardedValue, k: int, place: torch.device) -> Any
     if item.dim() == 0 and part.slot.shape:
         return item.to(place)
     return part.cut(item).to(place)
-
-
-def _wrap(
-    result: Tensor,
-    func: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    first: ShardedValue,
-    values: Sequence[ShardedValue],
-    formula: tuple[Any, int] | None,
-    nonlinear: str | None,
-) -> ShardedValue:
-    dtype = result.dtype
-    if any(value.dtype != value._local.dtype for value in values):
-        dtype = _shown_dtype(func, args, kwargs)
-    device = torch.device(kwargs["device"]) if kwargs.get("device") is not None else first.device
-    value = ShardedValue(first.owner, first.part, result, dtype=dtype, device=device)
-    value.formula, value.nonlinear = formula, nonlinear
-    return value
 
 
 def _shown_dtype(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype:
@@ -395,11 +385,11 @@ def _formula(
 def _into_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], value: ShardedValue) -> Any:
     """A function that writes a whole tensor: all ranks gather the values, and write the same."""
     value.owner.refuse_whole_write(func, value.param_name)
+    return func(*map(_whole, args), **{name: _whole(item) for name, item in kwargs.items()})
 
-    def whole(item: Any) -> Any:
-        return item.full_tensor().to(item.dtype) if isinstance(item, ShardedValue) else item
 
-    return func(*map(whole, args), **{name: whole(item) for name, item in kwargs.items()})
+def _whole(item: Any) -> Any:
+    return item.full_tensor().to(item.dtype) if isinstance(item, ShardedValue) else item
 
 
 # --- random ones ---
@@ -412,11 +402,9 @@ def _draw(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     overwrites = name.endswith(("_like", "_")) and name != "dropout_"
 
     def whole(item: Any) -> Any:
-        if not isinstance(item, ShardedValue):
-            return item
         if overwrites and item is first:
             return torch.empty_strided(item.shape, item.stride(), dtype=item.dtype, device=item.device)
-        return item.full_tensor().to(item.dtype)
+        return _whole(item)
 
     written = _written(func)
     result = func(*map(whole, args), **{name: whole(item) for name, item in kwargs.items()})
@@ -448,8 +436,7 @@ def _reduce(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if dims and value.dim() and (name in ("max", "min") or len({d % value.dim() for d in dims}) < value.dim()):
         # of rows, which lie on several ranks, or with a place
         value.owner.refuse_in_no_sync(f"{name.removeprefix('linalg_vector_')}(dim={dims}) of {value._what()}")
-        whole = value.full_tensor().to(value.dtype)
-        return func(whole, *args[1:], **kwargs)
+        return func(_whole(value), *args[1:], **kwargs)
     dtype = dtype_of(name, value._local.dtype, given)
     result: Tensor = value.owner.reduce(value, choose(name, given), dtype)
     return result.reshape([1] * value.dim()) if given.get("keepdim") else result

@@ -111,7 +111,8 @@ def check_independent(optimizer: Optimizer, device: torch.device) -> None:
         return
     for group, is_given in itertools.product(optimizer.param_groups, (True, False)):
         # small decays drown in rounding, and what scales them may read all parameters
-        decays = {} if is_given else {key: 1.0 for key in group if "weight_decay" in key and _is_nonzero(group[key])}
+        others = {} if is_given else group
+        decays = {k: 1.0 for k, v in others.items() if "weight_decay" in k and isinstance(v, float) and v != 0}
         if not is_given and not decays:
             continue
         try:
@@ -132,11 +133,6 @@ def check_independent(optimizer: Optimizer, device: torch.device) -> None:
                 "zc.clip_grad_norm_ in the loop and leave it out of the update, or use an optimizer that treats "
                 "parameters one by one"
             )
-
-
-def _is_nonzero(option: Any) -> bool:
-    """Whether an option is a number other than 0."""
-    return isinstance(option, float) and option != 0
 
 
 def check_positions(optimizer: Optimizer, device: torch.device) -> None:

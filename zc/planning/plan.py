@@ -255,12 +255,9 @@ class Plan:
         """The ranks that train: gradients are the mean over them."""
         return self.world_size * self.num_replicas
 
+    @cached_property  # every block's schedule asks for it, and it grows with the number of blocks
     def slot_of(self) -> dict[str, tuple[int, int]]:
         """Parameter name -> (bucket, index of its slot)."""
-        return self._slot_of
-
-    @cached_property  # every block's schedule asks for it, and it grows with the number of blocks
-    def _slot_of(self) -> dict[str, tuple[int, int]]:
         return {slot.name: (bucket.index, k) for bucket in self.with_weights for k, slot in enumerate(bucket.slots)}
 
     @cached_property

@@ -50,22 +50,21 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Residency:
-    """One piece per use; after a last use that reads something, one more with its frees. ``peak``: the most bytes of
-    weights at any time. ``nbytes``: the size of the arena, where the last extent stops."""
+    """One piece per use; after a last use that reads something, one more with its frees. ``nbytes``: the size of the
+    arena, where the last extent stops."""
 
     pieces: tuple[Piece, ...]
     uses: Uses
-    peak: int
     nbytes: int
 
     def table(self, cap: int) -> str:
         """A line for each use: what it reads, what is gathered and freed before it, and the bytes that are there then,
         with a bar: `_BAR` characters are ``cap``, the most bytes that weight_nbytes allows."""
-        lines = [f"at most {self.peak:,} bytes of gathered weights at a time; weight_nbytes allows {cap:,}"]
-        lines.append(f"{'use':>5}  {'reads':<14} {'gathered before it':<22} {'freed before it':<18} bytes there")
-        alive = 0
+        lines = [f"{'use':>5}  {'reads':<14} {'gathered before it':<22} {'freed before it':<18} bytes there"]
+        alive = peak = 0
         for number, piece in enumerate(self.pieces):
             alive += sum(e.stop - e.start for e in piece.gathers) - sum(e.stop - e.start for e in piece.frees)
+            peak = max(peak, alive)
             reads, gathers, frees = (
                 ", ".join(str(extent.bucket) for extent in extents) or "-"
                 for extents in (piece.reads, piece.gathers, piece.frees)
@@ -73,7 +72,8 @@ class Residency:
             use = str(number) if number < len(self.uses) else "end"
             bar = "#" * -(-alive * _BAR // max(1, cap))
             lines.append(f"{use:>5}  {reads:<14} {gathers:<22} {frees:<18} {alive:>13,} |{bar:<{_BAR}}|")
-        return "\n".join(lines)
+        most = f"at most {peak:,} bytes of gathered weights at a time; weight_nbytes allows {cap:,}"
+        return "\n".join([most, *lines])
 
 
 def smallest_cap(uses: Sequence[tuple[int, ...]], nbytes: Sequence[int] | Mapping[int, int]) -> int:
@@ -113,7 +113,6 @@ class _Planner:
             self.next.update(dict.fromkeys(use, len(uses) - len(self._following)))
         self._following.reverse()
         self.other = [self._other_use(k) for k in range(len(uses))]
-        self._both = [self._pair(k) for k in range(len(uses))]
         self.live, self.order = dict[int, _Span](), list[_Span]()  # what is alive by bucket, and by position
         self.frees, self.gathers = list[Extent](), list[Extent]()
         self.ahead = 0  # all that earlier uses read is there
@@ -131,7 +130,7 @@ class _Planner:
         return both if sum(self.size[b] for b in both) <= self.end else ()
 
     def run(self) -> Residency:
-        pieces, peak = list[Piece](), 0
+        pieces = list[Piece]()
         for k, use in enumerate(self.uses):
             self._free([b for b in (self.uses[k - 1] if k else ()) if self.next[b] == _NEVER])
             self.next.update(self._following[k])
@@ -142,12 +141,11 @@ class _Planner:
             self._prefetch(k)
             reads = tuple(self._extent(self.live[b]) for b in use)
             pieces.append(Piece(tuple(self.frees), tuple(self.gathers), reads))
-            peak = max(peak, sum(self.nbytes[b] for b in self.live))
             self.frees, self.gathers = [], []
         if self.live:
             pieces.append(Piece(tuple(map(self._extent, self.order)), (), ()))
         end = max((extent.stop for piece in pieces for extent in piece.gathers), default=0)
-        return Residency(tuple(pieces), tuple(self.uses), peak, end)
+        return Residency(tuple(pieces), tuple(self.uses), end)
 
     def _extent(self, span: _Span) -> Extent:
         start, _, bucket = span
@@ -249,7 +247,7 @@ class _Planner:
     def _leaves_room(self, bucket: int, k: int, start: int) -> bool:
         """Whether the buckets of use ``k`` and of the one after it fit together if ``bucket`` is gathered at ``start``.
         True if they don't fit in any case."""
-        both = self._both[k]
+        both = self._pair(k)
         if not both:
             return True
         stop = start + self.size[bucket]

@@ -250,9 +250,9 @@ class Control(Exchanges):
             self._neighbours.close()
         self._neighbours = self.control = self.journal = None
 
-    def failure(self, kind: type[ZcError], text: str) -> ZcError:
+    def failure(self, text: str) -> ZcError:
         """The error to raise for what this rank alone has found: on all ranks, where a watch can tell them."""
-        return kind(text) if self.journal is None else self.journal.fail(kind, text)
+        return RankMismatchError(text) if self.journal is None else self.journal.fail(RankMismatchError, text)
 
     @contextlib.contextmanager
     def together(self, error_of: ErrorOf, text: str = _COMPILE) -> Iterator[None]:

@@ -12,7 +12,7 @@ from zc.kernels import add_blocks, encode_blocks, sum_blocks
 from zc.kernels.blocks import Blocks
 from zc.planning.wire import Rows, own_row, place_of, rows_between_hosts
 from zc.ranks.exchanges import Sum
-from zc.ranks.journal import GATHER, REDUCE, wait
+from zc.ranks.journal import GATHER, REDUCE
 from zc.ranks.routes import Route, Routes
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class Encoded(Route):
         own = self._code("own", bucket, own_row, self._plan.gather_encoding)
         rows = code.split(scratch)
         encode_blocks(shard, rows[place_of(self._plan, bucket, self._rank)], own.blocks, base=base)
-        wait(self._ranks.gather_rows(rows, GATHER, bucket.index))
+        self._ranks.gather_rows(rows, GATHER, bucket.index).wait()
         add_blocks(scratch[: code.rows.nbytes], whole if base is not None else whole.zero_(), code.blocks)
 
     def _sent(self, bucket: Bucket) -> _Code:

@@ -29,7 +29,7 @@ from zc.log import log
 
 if TYPE_CHECKING:
     from zc.planning.plan import Plan
-    from zc.ranks.exchanges import Step, Work
+    from zc.ranks.exchanges import Step
     from zc.ranks.process import Store
 
 FOLD = 4096  # exchanges of one update that a rank can still name
@@ -352,9 +352,3 @@ def with_note(error: ZcError, note: str | None) -> ZcError:
     elif note is not None:
         log.error("%s", note)
     return error
-
-
-def wait(work: Work | None) -> None:
-    """Waits for an exchange. A group of one rank has none."""
-    if work is not None:
-        work.wait()

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from zc.planning.plan import flat
 from zc.ranks.exchanges import Sum
 from zc.ranks.group import Group
-from zc.ranks.journal import GATHER_SUMS, wait
+from zc.ranks.journal import GATHER_SUMS
 from zc.ranks.routes import Route, Routes, add_rows, part_of
 
 if TYPE_CHECKING:
@@ -58,10 +58,10 @@ class Replicas(Route):
     def take(self, bucket: Bucket, sent: Tensor, scratch: Tensor) -> None:
         rows, out = part_of(scratch, sent.numel(), sent.dtype), part_of(scratch, sent.numel(), bucket.acc_dtype)
         piece = torch.empty(sent.numel() // self.ranks.world_size, dtype=bucket.acc_dtype, device=sent.device)
-        wait(self.ranks.all_to_all(rows, sent, bucket.index))
+        self.ranks.all_to_all(rows, sent, bucket.index).wait()
         pieces = rearrange(rows, "(replica piece) -> replica piece", replica=self.ranks.world_size)
         add_rows(Sum(piece), pieces, bucket, keeps_rows=False)
-        wait(self.ranks.all_gather(out, piece, GATHER_SUMS, bucket.index))
+        self.ranks.all_gather(out, piece, GATHER_SUMS, bucket.index).wait()
 
     def finish(self, bucket: Bucket, scratch: Tensor, total: Sum) -> None:
         add_rows(total, part_of(scratch, total.out.numel(), bucket.acc_dtype).view(1, -1), bucket, keeps_rows=False)

@@ -28,7 +28,7 @@ from torch import Tensor
 from zc.kernels import reduce_rows
 from zc.planning.plan import Bucket, Hop, Level, Plan, Way, hops_to_gather, reads_shards
 from zc.ranks.exchanges import Sum
-from zc.ranks.journal import GATHER, wait
+from zc.ranks.journal import GATHER
 
 if TYPE_CHECKING:
     from zc.ranks.exchanges import Exchanges
@@ -90,9 +90,10 @@ class Messages(Route):
 
     def take(self, bucket: Bucket, sent: Tensor, scratch: Tensor) -> None:
         if self.is_native:
-            wait(self.ranks.reduce_scatter(part_of(scratch, bucket.layout.numel_shard, sent.dtype), sent, bucket.index))
+            out = part_of(scratch, bucket.layout.numel_shard, sent.dtype)
+            self.ranks.reduce_scatter(out, sent, bucket.index).wait()
         else:
-            wait(self.ranks.all_to_all(part_of(scratch, sent.numel(), sent.dtype), sent, bucket.index))
+            self.ranks.all_to_all(part_of(scratch, sent.numel(), sent.dtype), sent, bucket.index).wait()
 
     def finish(self, bucket: Bucket, scratch: Tensor, total: Sum) -> None:
         count = 1 if self.is_native else self.ranks.world_size
@@ -100,7 +101,7 @@ class Messages(Route):
         add_rows(total, rows, bucket, keeps_rows=False)
 
     def gather(self, bucket: Bucket, whole: Tensor, shard: Tensor, scratch: Tensor | None, base: Tensor | None) -> None:
-        wait(self.ranks.all_gather(whole, shard, GATHER, bucket.index))
+        self.ranks.all_gather(whole, shard, GATHER, bucket.index).wait()
 
 
 class Routes:
@@ -110,7 +111,6 @@ class Routes:
     def __init__(self, plan: Plan, group: Group, tables: list[Tensor], makers: Mapping[Way, MakeRoute] = {}) -> None:
         self.plan, self.group, self.tables, self._makers = plan, group, tables, makers
         self._made: dict[Hop, Route] = {}
-        self._to_reduce: dict[int, Route] = {}  # by the number of the hop
         self._to_gather: dict[tuple[int, bool], list[Route]] = {}  # by bucket, and whether exactly
         # of weights that a rank gathers when it likes: made here, since two threads use it
         self.shards = self._of(Hop(Way.SHARDS, Level.ALL, plan.world_size)) if self.gathers_alone else Route()
@@ -122,9 +122,7 @@ class Routes:
 
     def to_reduce(self, hop: int) -> Route:
         """The route of this hop of a reduction."""
-        if hop not in self._to_reduce:
-            self._to_reduce[hop] = self._of(self.plan.hops[hop])
-        return self._to_reduce[hop]
+        return self._of(self.plan.hops[hop])
 
     def gather(
         self, bucket: Bucket, whole: Tensor, shard: Tensor, scratch: Tensor | None = None, base: Tensor | None = None

@@ -24,7 +24,7 @@ from zc.planning.allocations import of_ddp
 from zc.planning.plan import Bucket, Plan, Way, hops_to_gather
 from zc.registry import persistent_nbytes, sharded
 from zc.report.html import BucketBar, page
-from zc.report.timeline import measured, simulate
+from zc.report.timeline import measured
 from zc.schedule.nodes import ops, text
 from zc.schedule.nodes import summary as counts_of
 from zc.schedule.spec import Deposit, WgradInto, Write
@@ -151,7 +151,7 @@ def explain(model: nn.Module, *, format: str = "text", path: str | Path | None =
     """Reports on a compiled model; complete once it has run a step.
 
     Args:
-        format: "text", or "html", which also writes one self-contained page with a picture of each schedule.
+        format: "text", or "html", which also writes one self-contained page with a picture of one step as it ran.
         path: where the page goes; None: zc-explain-rank<r>.html in the current folder.
 
     Raises:
@@ -206,19 +206,16 @@ def _sections(model: nn.Module) -> dict[str, str]:
 
 def _page(model: nn.Module, first: Summary, sections: Mapping[str, str]) -> str:
     runtime = sharded(model).runtime
-    drawn = [*_printed(model), *_schedules_of_buckets(runtime)]
     step = runtime.streams.clock.step()
-    clocked = {span.program for span in step.spans} if step is not None else set()
-    passes = runtime.weights.clocked
+    programs = [*_printed(model), *_schedules_of_buckets(runtime), *all_schedules(runtime), *runtime.weights.clocked]
     return page(
         title=f"zc: {type(model).__name__}, {_stage(runtime.plan)}, rank {runtime.group.rank} of "
         f"{runtime.group.world_size}",
         summary=first,
-        step=measured(step, [*drawn, *all_schedules(runtime), *passes]) if step is not None else None,
+        step=measured(step, programs) if step is not None else None,
         buckets=_bars(runtime),
         notes=runtime.notes,
         sections=sections,
-        estimates={f"schedule {p.name}": simulate(p.graph, p.plan) for p in drawn if p.name not in clocked},
     )
 
 

@@ -87,11 +87,10 @@ def draw(timeline: Timeline) -> str:
 
 
 def caption(timeline: Timeline) -> str:
-    how = "measured" if timeline.is_measured else "estimated"
     waits = text_of_waits(timeline.waits)
     waited = f"exchanges waited {waits}; " if waits else ""
     return (
-        f"{_ms(timeline.stop)} {how}; communication that no computation hides: {_ms(timeline.exposed())}; {waited}"
+        f"{_ms(timeline.stop)} measured; communication that no computation hides: {_ms(timeline.exposed())}; {waited}"
         "red lines: a stream was idle until the event"
     )
 
@@ -250,10 +249,8 @@ def page(
     buckets: Sequence[BucketBar],
     notes: Sequence[str],
     sections: Mapping[str, str],
-    estimates: Mapping[str, Timeline],
 ) -> str:
-    """The whole page. ``step``: the clocked step, if there is one. ``estimates``: of schedules, by the section's
-    name."""
+    """The whole page. ``step``: the clocked step, if there is one."""
     # without an icon of its own a browser asks the server for one
     icon = base64.b64encode(b'<svg xmlns="http://www.w3.org/2000/svg"/>').decode()
     title = html.escape(title)
@@ -269,8 +266,7 @@ def page(
         _step(step),
         _buckets(buckets),
         "<h2>The full report as text</h2>",
-        *(_section(name, text, estimates.get(name)) for name, text in sections.items()),
-        *(_section(name, "", line) for name, line in estimates.items() if name not in sections),
+        *(_section(name, text) for name, text in sections.items()),
         f"<script>{_SCRIPT}</script>",
     ]
     return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>{chr(10).join(body)}\n</body></html>\n'
@@ -304,8 +300,7 @@ def _cards(summary: Summary, step: Timeline | None) -> str:
 def _step(step: Timeline | None) -> str:
     if step is None:
         return (
-            "<h2>The step</h2>\n<p>No step was clocked yet: zc clocks the third one after the last compilation. "
-            "The schedules below have pictures whose times are estimates.</p>"
+            "<h2>The step</h2>\n<p>No step was clocked yet: zc clocks the third one after the last compilation.</p>"
         )
     return f"<h2>The step as it ran</h2>\n{legend(step)}{_chart(step)}"
 
@@ -335,7 +330,5 @@ def _buckets(buckets: Sequence[BucketBar]) -> str:
     return f'{title}\n{said}<div class="buckets">{"".join(rows)}</div>'
 
 
-def _section(name: str, text: str, estimate: Timeline | None) -> str:
-    picture = legend(estimate) + _chart(estimate) if estimate is not None else ""
-    body = f"<pre>{html.escape(text)}</pre>" if text else ""
-    return f"<details><summary>{html.escape(name)}</summary>{picture}{body}</details>"
+def _section(name: str, text: str) -> str:
+    return f"<details><summary>{html.escape(name)}</summary><pre>{html.escape(text)}</pre></details>"

@@ -1,33 +1,19 @@
-"""Timelines of a step: one lane per stream, one box per operation, one arrow per wait.
-
-`measured` makes one of a clocked step (`zc.engine.ledger`). `simulate` makes one of a schedule by the rules of streams:
-a node starts when its stream is free and its waits are done, and an exchange runs beside its stream from launch to
-completion. Times are estimates in microseconds (`estimate`), or the caller's ``costs``. `zc.report.html` draws
-both.
-
-How long a schedule's nodes take is bytes and FLOPs over ceilings: for pictures alone, since a decision between
-schedules must not depend on a size that differs between ranks.
-
-    microseconds = launch + max(FLOPs / ceiling, bytes / bandwidth)         (the roofline: Williams et al., CACM 2009)
-
-The ceilings are constants of a device type, never measured at run time.
+"""The timeline of a clocked step (`zc.engine.ledger`): one lane per stream, one box per operation, one arrow per wait.
+`zc.report.html` draws it.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
-import torch
 from torch import fx
-from torch.utils.flop_counter import flop_registry
 
 from zc.engine.ledger import ClockedStep, Span
 from zc.errors import some
-from zc.planning.plan import Bucket, Hop, Plan, Way
+from zc.planning.plan import Plan
 from zc.ranks.exchanges import WaitForRank
 from zc.schedule.buffer import COMM, COMPUTE, MAIN
 from zc.schedule.nodes import kind_of, op_of, ops, results, stream_of
@@ -42,7 +28,6 @@ from zc.schedule.spec import (
     RecordEvent,
     Role,
     Segment,
-    Take,
     WaitEvent,
     WgradInto,
 )
@@ -94,8 +79,7 @@ class Timeline:
     memory: tuple[tuple[float, int], ...] = ()
     gathered: tuple[tuple[float, int], ...] = ()
     weight_cap: int = 0
-    is_measured: bool = False
-    exposed_on_host: float | None = None  # measured: the calling thread's own waits
+    exposed_on_host: float | None = None  # the calling thread's own waits, where they were measured
 
     @property
     def stop(self) -> float:
@@ -150,7 +134,6 @@ def measured(step: ClockedStep, programs: Iterable[Program]) -> Timeline:
         memory=step.memory,
         gathered=_gathered(moves),
         weight_cap=cap,
-        is_measured=True,
         exposed_on_host=step.exposed,
     )
 
@@ -205,31 +188,6 @@ def _place(
                 continue  # it does nothing itself
             said = detail(node, program.plan, program)
             boxes.append(Box(node, lane, span.start, span.stop, label(node, program.plan), said, span.waits))
-
-
-def simulate(graph: fx.Graph, plan: Plan, costs: Mapping[str, float] | None = None) -> Timeline:
-    """Runs the schedule by the rules of streams. ``costs``: microseconds by node name, instead of estimates."""
-    cost, own = estimate(plan), dict(costs or {})
-    free: dict[str, float] = {}
-    events: dict[str, tuple[str, float]] = {}
-    boxes: list[Box] = []
-    arrows: list[Arrow] = []
-    for node, op in ops(graph):
-        lane = stream_of(node)
-        now = free.get(lane, 0.0)
-        if isinstance(op, RecordEvent):
-            events[op.event] = (lane, now)
-            continue
-        if isinstance(op, WaitEvent):
-            source, time = events.get(op.event, (lane, 0.0))
-            free[lane] = max(now, time)
-            if source != lane:
-                arrows.append(Arrow(source, time, lane, free[lane], op.event, delayed=free[lane] <= time))
-            continue
-        duration = own.get(node.name, cost(node))
-        boxes.append(Box(node, lane, now, now + duration, label(node, plan), detail(node, plan)))
-        free[lane] = now + duration
-    return Timeline(tuple(boxes), tuple(arrows))
 
 
 def color_class(box: Box) -> str:
@@ -289,124 +247,3 @@ def detail(node: fx.Node, plan: Plan, program: Program | None = None) -> str:
         nbytes = bucket.numel * bucket.reduce_dtype.itemsize
         return f"{words}, bucket {op.bucket} ({nbytes / 1e6:,.1f} MB): {some([s.name for s in bucket.slots], 3)}"
     return words
-
-
-Cost = Callable[[fx.Node], float]  # microseconds; of a launch: of the exchange itself
-
-
-class Ceilings(NamedTuple):
-    """Per microsecond: FLOPs of a matmul by width of its inputs, bytes to and from memory, bytes between ranks."""
-
-    flops_full: float
-    flops_half: float
-    nbytes_memory: float
-    nbytes_link: float
-    us_launch: float
-
-
-CEILINGS = {
-    # one thread of an AMD EPYC with AVX512-BF16 (bench/kernels.py, matmuls of 512 to 2048), two ranks over gloo
-    "cpu": Ceilings(80e3, 200e3, 8e3, 3.5e3, 10.0),
-    # round numbers between those of current data-centre GPUs and their links; not measured
-    "cuda": Ceilings(60e6, 400e6, 2e6, 2e5, 5.0),
-}
-
-
-def ceilings_of(plan: Plan) -> Ceilings:
-    """Of the plan's device; a GPU's without a plan."""
-    return CEILINGS.get(plan.buckets[0].device.type if plan.buckets else "cuda", CEILINGS["cuda"])
-
-
-def hop_us(hop: Hop, bucket: Bucket, plan: Plan) -> float:
-    """What one hop of a reduction sends, all but the part for this rank."""
-    c = ceilings_of(plan)
-    num_messages = 2 if hop.way is Way.REPLICAS else 1  # pieces go out as they are, and come back summed
-    return num_messages * c.us_launch + hop.nbytes_sent(plan, bucket) / c.nbytes_link
-
-
-_aten = torch.ops.aten
-_ALIKE: dict[Any, Any] = {  # the counter knows a CPU's attention by no name
-    _aten._scaled_dot_product_flash_attention_for_cpu: _aten._scaled_dot_product_flash_attention,
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _aten._scaled_dot_product_flash_attention_backward,
-}
-
-
-def flops(node: fx.Node) -> float:
-    """The FLOPs of one ATen node, as torch's flop counter has them: matmuls, convolutions and attention; 0 for all
-    others, which memory bounds."""
-    packet = getattr(node.target, "overloadpacket", None)
-    count = flop_registry.get(_ALIKE.get(packet, packet))
-    if count is None:
-        return 0.0
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: _sized(n.meta.get("val")))
-    return float(count(*args, **kwargs, out_val=_sized(node.meta.get("val"))))
-
-
-def segment_us(node: fx.Node, ceilings: Ceilings) -> float:
-    """A segment: its matmuls one by one, and the rest as one fused pass over its inputs and outputs."""
-    gm = node.meta.get("segment")
-    values = [n.meta.get("val") for n in (*node.all_input_nodes, *node.users)]
-    total = ceilings.us_launch + sum(_nbytes(v) for v in values) / ceilings.nbytes_memory
-    for inner in gm.graph.nodes if isinstance(gm, fx.GraphModule) else ():
-        work = flops(inner)
-        if work:
-            total += _roofline(
-                work, [*(n.meta.get("val") for n in inner.all_input_nodes), inner.meta.get("val")], ceilings
-            )
-    return total
-
-
-def estimate(plan: Plan) -> Cost:
-    """Microseconds of any node of a schedule."""
-    c = ceilings_of(plan)
-
-    def cost(node: fx.Node) -> float:
-        op = op_of(node)
-        if isinstance(op, Segment):
-            return segment_us(node, c)
-        if not isinstance(op, BucketOp):
-            return 0.0
-        bucket = plan.bucket(op.bucket)
-        if isinstance(op, Take):
-            return hop_us(plan.hops[op.hop], bucket, plan)
-        if isinstance(op, WgradInto):
-            numel = bucket.slots[op.slot].numel
-            vals = [n.meta.get("val") for n in op.inputs]
-            work = 0.0
-            if op.how in (None, "mm") and isinstance(vals[0], torch.Tensor):
-                work = 2.0 * numel * _int(vals[0].shape[-1])
-            return _roofline(work, vals, c) + numel * 4 / c.nbytes_memory
-        numel = bucket.numel
-        if isinstance(op, Cast) and op.spans is not None:
-            numel = sum(stop - start for start, stop in op.spans)
-        elif op.role is Role.REDUCTION:
-            numel = bucket.layout.numel_shard * plan.world_size
-        return c.us_launch + 2.0 * numel * bucket.reduce_dtype.itemsize / c.nbytes_memory
-
-    return cost
-
-
-def _roofline(work: float, values: list[Any], c: Ceilings) -> float:
-    half = any(isinstance(v, torch.Tensor) and v.is_floating_point() and v.element_size() < 4 for v in values)
-    nbytes = sum(_nbytes(v) for v in values)
-    return c.us_launch + max(work / (c.flops_half if half else c.flops_full), nbytes / c.nbytes_memory)
-
-
-def _nbytes(val: Any) -> float:
-    if isinstance(val, (tuple, list)):
-        return sum(_nbytes(v) for v in val)
-    return float(prod(map(_int, val.shape))) * val.element_size() if isinstance(val, torch.Tensor) else 0.0
-
-
-def _sized(val: Any) -> Any:
-    """A value of constant sizes: the flop counter reads its shape."""
-    if isinstance(val, (tuple, list)):
-        return [_sized(v) for v in val]
-    if isinstance(val, torch.Tensor):
-        return torch.empty([_int(size) for size in val.shape], device="meta")
-    return _int(val) if isinstance(val, torch.SymInt) else val
-
-
-def _int(size: Any) -> int:
-    """A symbolic size counts as 1: a picture is no reason for a guard."""
-    return size if isinstance(size, int) else 1

@@ -38,7 +38,7 @@ class Shift(NamedTuple):
 def shifts(plan: Plan, names: Mapping[str, str]) -> dict[int, Shift] | None:
     """How to rebase a schedule for the parameters ``names`` on those that they are mapped to, by bucket; None: their
     places differ by more than that."""
-    where = plan.slot_of()
+    where = plan.slot_of
     moves: dict[int, Shift] = {}
     counts: dict[int, int] = {}
     for old, new in names.items():
@@ -72,7 +72,7 @@ def rebased(graph: fx.Graph, plan: Plan, names: Mapping[str, str], moves: Mappin
     """A copy of a finished schedule, for the parameters that ``names`` maps its own to. Its nodes go where ``moves``
     says, and its rings turn by ``turn`` writes. Its debt follows from ``names`` alone, so `verify` would refuse a
     gradient that has moved to another place."""
-    where = plan.slot_of()
+    where = plan.slot_of
     targets = {where[old]: where[new] for old, new in names.items()}
     rings = {"flat_grad": plan.num_buffers, "host_sum": NUM_HOST_SUMS, "staging": plan.num_staging}
 

@@ -84,7 +84,7 @@ class OverlappedWeights(Weights):
 
     def __init__(self, core: Core) -> None:
         super().__init__(core)
-        self._in_flight: set[int] = set()  # buckets for whose gathers the main stream has not waited
+        self.in_flight: set[int] = set()  # buckets for whose gathers the main stream has not waited
         self.managed = ManagedParams(self, "overlap_gather", come=True)
         weakref.finalize(self, self.managed.release).atexit = False  # later there is nobody to wait for
         self._num_sharing: dict[str, int] = {}  # by parameter: tensors that share its storage, when its bucket was made
@@ -101,11 +101,6 @@ class OverlappedWeights(Weights):
         self._on_modules = [("register_state_dict_pre_hook", wait), ("register_load_state_dict_pre_hook", wait)]
         if not core.plan.kinds:  # in a model with blocks Dynamo would compile each module that has this one
             self._on_modules.append(("register_forward_pre_hook", wait))
-
-    @property
-    def is_in_flight(self) -> bool:
-        """Whether a gather may be in flight for which the main stream has not waited."""
-        return bool(self._in_flight)
 
     @property
     def order(self) -> GatherOrder:
@@ -187,7 +182,7 @@ class OverlappedWeights(Weights):
         self._late.clear()
         self.watch()  # what a load has gathered
         self._reach(self._start)
-        if not self._in_flight:
+        if not self.in_flight:
             return nullcontext()
         thread = threading.get_ident()  # other threads may compile other models meanwhile
 
@@ -211,7 +206,7 @@ class OverlappedWeights(Weights):
     def _before_compiling(self) -> None:
         """Dynamo compiles a frame, in which it must find plain parameters. A frame that it compiles in forward after
         forward is guarded by the class of a parameter that it does not read, such as by its dtype."""
-        if not self._in_flight:
+        if not self.in_flight:
             return
         self.synchronize()
         if self._num_blocks == 0:
@@ -225,9 +220,9 @@ class OverlappedWeights(Weights):
 
     def note_forward(self, forward: Program) -> None:
         """A schedule of a forward has published all buckets of its plan. `zc.recompile` may have added more since."""
-        buckets = self._in_flight.intersection(range(len(forward.plan.buckets)))
+        buckets = self.in_flight.intersection(range(len(forward.plan.buckets)))
         self._refuse_failed(buckets)
-        self._in_flight.difference_update(buckets)
+        self.in_flight.difference_update(buckets)
 
     def waiting_for(self, names: Iterable[str] | None) -> Callable[[], None]:
         placed = self.core.placed
@@ -252,17 +247,17 @@ class OverlappedWeights(Weights):
             return
         self._unseen = self._why_unseen()  # before the gathers are launched, since they have views of their own
         super()._fill(buckets, is_exact=is_exact)
-        self._in_flight.update(buckets)
+        self.in_flight.update(buckets)
         self._reached = len(self.core.plan.buckets)
 
     def watch(self) -> None:
         """Called at the end of a step. From then on a read of a parameter waits for its gather. If zc could miss such a
         read, the step waits itself, and says so once."""
-        if not self._in_flight:
+        if not self.in_flight:
             return
         core = self.core
         if self._unseen is None:
-            for bucket in self._in_flight:
+            for bucket in self.in_flight:
                 self.managed.add(param for _, param in core.params_in(core.plan.buckets[bucket]))
         else:
             core.say_once(f"overlap_gather: {self._unseen}: step() waits for the weights wherever that is so")
@@ -285,11 +280,11 @@ class OverlappedWeights(Weights):
     def arrive(self, first: int) -> None:
         """Makes the main stream wait for the gathers of bucket ``first`` and all later ones, which come before it. On
         CUDA the host does not wait."""
-        for bucket in sorted((bucket for bucket in self._in_flight if bucket >= first), reverse=True):
+        for bucket in sorted((bucket for bucket in self.in_flight if bucket >= first), reverse=True):
             core = self.core
             self._publish(bucket)([], core.streams)
             self._refuse_failed([bucket])
-            self._in_flight.discard(bucket)
+            self.in_flight.discard(bucket)
             self.managed.release(param for _, param in core.params_in(core.plan.buckets[bucket]))
 
     def synchronize(self) -> None:
@@ -311,7 +306,7 @@ class OverlappedWeights(Weights):
                 )
 
     def wait_for(self, params: Sequence[nn.Parameter]) -> None:
-        if self._in_flight:  # another model's read may ask, also while this one is taken apart
+        if self.in_flight:  # another model's read may ask, also while this one is taken apart
             self.arrive(self.order.first_of(params) if params else 0)
 
     def _publish(self, bucket: int) -> Program:

@@ -148,10 +148,16 @@ class AbsentView(Tensor):
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _ask(func: Any, args: Any, kwargs: Any) -> Any:
     """Calls a function of parameters that can't be read without asking."""
-    if _COMING and _arrive(_params_in(args, kwargs)):
-        return func(*args, **kwargs)  # they have their own class again
-    if func is Tensor.copy_ and _is_loaded(*args):
-        return args[0]
+    if _COMING:
+        params = _params_in(args, kwargs)
+        for owner in list(_COMING):
+            owner.wait_for(params)  # without any the read is of an unknown one, and waits for all
+        if params and not any(type(param) is ManagedParameter for param in params):
+            return func(*args, **kwargs)  # they have their own class again
+    if func is Tensor.copy_ and isinstance(args[0], ManagedParameter):
+        loading = _OWNERS.get(args[0])
+        if loading is not None and loading.load(args[0], args[1]):  # part of a load_state_dict
+            return args[0]
     if func is torch.autograd.grad:
         return _grad(*args, **kwargs)
     if func in _BACKWARD:
@@ -287,14 +293,6 @@ def _writes_by_name(what: Any) -> bool:
     return name in _WRITES or (name.endswith("_") and not name.endswith("__"))
 
 
-def _arrive(params: list[ManagedParameter]) -> bool:
-    """Waits for those of ``params`` that come; if there are no ``params``, the read is of an unknown one, and waits for
-    all that come. Whether all of ``params`` have their own class now."""
-    for owner in list(_COMING):
-        owner.wait_for(params)
-    return bool(params) and not any(type(param) is ManagedParameter for param in params)
-
-
 def _can_read(what: Any, params: list[ManagedParameter]) -> bool:
     """Makes these parameters whole if their owners can, and says whether they are."""
     owners = [(_OWNERS.get(param), param) for param in params]
@@ -311,12 +309,6 @@ def _need(what: Any, params: list[ManagedParameter]) -> None:
                 )
             name = getattr(what, "__name__", str(what))
             raise ZcError(f"{name} reads a parameter of shape {tuple(param.shape)} {_way_out(param)}")
-
-
-def _is_loaded(param: Tensor, value: Tensor, *_: Any) -> bool:
-    """Whether ``param.copy_(value)`` is part of a load_state_dict; if so, this rank's elements are written."""
-    owner = _OWNERS.get(param) if isinstance(param, ManagedParameter) else None
-    return owner is not None and owner.load(param, value)
 
 
 class Use:
@@ -365,12 +357,13 @@ class ManagedParams:
         with self._lock:
             other = None if beside_others else self._of_another_thread()
             if other is None:
-                self._uses = [*(ref for ref in self._uses if _is_running(ref())), weakref.ref(use)]
+                running = (ref for ref in self._uses if (each := ref()) is not None and each.thread is not None)
+                self._uses = [*running, weakref.ref(use)]
                 return use
-        running, thread = other
+        others, thread = other
         names = {t.ident: t.name for t in threading.enumerate()}
         raise ZcError(
-            f"{what} began in thread {names.get(use.thread)}, and {running} of the same model runs in thread "
+            f"{what} began in thread {names.get(use.thread)}, and {others} of the same model runs in thread "
             f"{names.get(thread)}: with {self.why} one thread at a time may use the weights. Hold one threading.Lock "
             f"around each forward, backward, step() and load; or {self._way_out}"
         )
@@ -473,10 +466,6 @@ def without_bytes(param: nn.Parameter, slot_dtype: torch.dtype) -> Tensor:
     empty = torch.empty_like(param.detach(), dtype=slot_dtype, memory_format=order)
     empty.untyped_storage().resize_(0)
     return empty
-
-
-def _is_running(use: Use | None) -> bool:
-    return use is not None and use.thread is not None
 
 
 _PLAIN = (

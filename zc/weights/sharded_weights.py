@@ -40,8 +40,6 @@ _BETWEEN = "iterate between two updates, on all ranks, and do nothing else with 
 class ShardedWeights(Weights):
     """The weights of one model on one rank. The streams that read and write them are the plan's."""
 
-    has_shards = True
-
     def __init__(self, core: Core) -> None:
         super().__init__(core)
         core.accumulators.on_take = self.take
@@ -70,7 +68,7 @@ class ShardedWeights(Weights):
             places = [self._moved.get(place, place) for place in places]
         # what zc.recompile has moved may have its whole weights on every rank
         asked = {bucket for bucket, _ in places if core.plan.is_sharded(core.plan.bucket(bucket))}
-        self.passes.note_backward(is_on_cpu=core.plan.sharded[0].device.type == "cpu")
+        self.passes.note_backward()
         if torch_private.saved_tensors_are_copied():
             self.whole.unshard_for("hooks on what autograd saves may read", asked)
         buckets = tuple(sorted(asked.difference(self.whole.buckets)))
@@ -108,7 +106,7 @@ class ShardedWeights(Weights):
                 "zc.recompile of new parameters inside zc.whole_parameters: its weights go back to the places "
                 "of before at its end. Leave the block first"
             )
-        where = core.plan.slot_of()
+        where = core.plan.slot_of
         before = {name: where[name] for name in moved if name in where}
         lost = {name: where[name] for name in left if name in where}
         buckets = {bucket for bucket, _ in (*before.values(), *lost.values())}
@@ -117,7 +115,7 @@ class ShardedWeights(Weights):
         for name in lost:
             self.managed.lend(core.placed[name])
         yield
-        where = core.plan.slot_of()
+        where = core.plan.slot_of
         self._moved.update({place: where[name] for name, place in before.items()})
         self.whole.reshard(core.sharded_buckets if lost else [bucket.index for bucket in core.plan.frozen])
         for index in buckets:
@@ -170,7 +168,6 @@ class ShardedWeights(Weights):
         self.whole.unshard_params(params, why)
 
     def refuse_without_bytes(self, what: str, module: nn.Module) -> None:
-        """Raises ZcError if parameters of ``module`` have no bytes."""
         if not self.passes.is_unsharded and self.whole.any_sharded(module.parameters()):
             raise ZcError(
                 f"{what} with {self.managed.why}: a rank has flat shards, and no whole parameter. On all ranks, use "
@@ -407,7 +404,7 @@ class ModelPasses(Part):
     def _begin(self) -> None:
         core = self.core
         self.end()
-        self.core.accumulators.open_shards()
+        core.accumulators.open_shards()
         number = self._num_passes if torch.is_grad_enabled() else -1
         self._num_evaluated = 0 if torch.is_grad_enabled() else self._num_evaluated + 1
         if self._num_evaluated == MANY_EVALUATED:
@@ -423,12 +420,13 @@ class ModelPasses(Part):
         self._uses.end(is_order_kept=not self._is_trial)
         self._whole.say_reasons()
 
-    def note_backward(self, *, is_on_cpu: bool) -> None:
+    def note_backward(self) -> None:
         """Compiled code reads weights. In a backward they are in use until that ends; on a device autograd has a thread
         of its own for it, which may serve the thread of a forward."""
         number = torch_private.current_graph_task()
         if number == -1 or number in self._backwards or self.is_unsharded:
             return
+        is_on_cpu = self.core.plan.sharded[0].device.type == "cpu"
         use = self._backwards[number] = self.managed.enter("a backward", beside_others=not is_on_cpu)
         torch_private.queue_callback(use.end)
 

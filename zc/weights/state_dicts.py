@@ -83,7 +83,7 @@ def _rows(weights: ShardedWeights, params: Collection[nn.Parameter]) -> Iterator
         "gives rank 0 whole tensors, also on all ranks",
     )
     weights.adopt_writes()
-    mesh, where = core.group.shard.mesh(), core.plan.slot_of()
+    mesh, where = core.group.shard.mesh(), core.plan.slot_of
     if mesh is not None:
         core.say_once(
             f"{weights.managed.why}: state_dict() gives each rank its rows of the parameters as DTensors, which "
