@@ -417,6 +417,8 @@ def close(model: nn.Module) -> None:
 def _make_plain(model: nn.Module, compiled: ShardedModel) -> None:
     """Removes from the model and its optimizers what `zc.compile` has put there."""
     del COMPILED[model]
+    if compiled.runtime.buffer_sync is not None:
+        compiled.runtime.buffer_sync.take_received()
     for take_off in compiled.at_close:
         take_off(model)
     guards.remove(model)

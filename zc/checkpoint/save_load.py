@@ -205,8 +205,8 @@ def load(path: str | Path | None, model: nn.Module, optimizer: Optimizers) -> An
 def _absolute(call: str, path: object) -> Path:
     if not isinstance(path, str | os.PathLike):
         raise CheckpointError(
-            f"{call} was given {path!r} for a path: give it the path of a folder. zc.latest gives None where there is no "
-            "complete checkpoint, so load only if newest is not None"
+            f"{call} was given {path!r} for a path: give it the path of a folder. zc.latest gives None where there is "
+            "no complete checkpoint, so load only if newest is not None"
         )
     return Path(path).absolute()
 
