@@ -85,8 +85,8 @@ def _loop(
             optimizer.zero_grad()
             optimizer.step()
         optimizer.step()
-        if how == "writes after a step of nothing":  # it finishes no backward, and the next forward is still the first
-            optimizer.step()
+        if how in ("evaluates", "writes after a step of nothing"):
+            optimizer.step()  # it finishes no backward, and the next forward is still the first
         optimizer.zero_grad()
         if how.startswith("writes"):
             with torch.no_grad():

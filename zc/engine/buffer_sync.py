@@ -180,7 +180,8 @@ class BufferSync(Part):
                 f"{self._changed(model)}: buffers must have the same shapes on all ranks before a forward, or call "
                 "zc.compile(broadcast_buffers=False)",
             )
-        self._received.clear()
+        if self._is_for_this_rank:
+            self._received.clear()
         for buffers in self._in_message(by_device, head):
             packed = torch.empty(sum(b.nbytes for b in buffers), dtype=torch.uint8, device="cpu")
             group.receive(packed, _WHAT)
@@ -199,8 +200,12 @@ class BufferSync(Part):
             f"{who} between two updates, and rank {other} has written none. {_TOGETHER}",
         )
 
+    @property
+    def _is_for_this_rank(self) -> bool:
+        return self.core.group.rank != 0 and (self._for_whom == _EVERY_RANK or self._has_trained)
+
     def _take(self, packed: Tensor, buffers: list[Tensor]) -> None:
-        if self._for_whom == _EVERY_RANK or self._has_trained:
+        if self._is_for_this_rank:
             self._received.append((packed.to(buffers[0].device), buffers, _pack(buffers)))
 
     def _in_message(self, by_device: dict[torch.device, list[Tensor]], head: Tensor) -> list[list[Tensor]]:
