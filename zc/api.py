@@ -263,7 +263,7 @@ def _install(model: nn.Module, compiled: ShardedModel, call: Callable[..., Any] 
     runtime.weights.install_hooks(model)
     torch_private.call_instead(model, call)
     _compile_blocks(model, runtime)
-    guards.install(model, runtime)
+    compiled.at_close.append(guards.install(model, runtime))
     diverged.install(runtime)
     COMPILED[model] = compiled
 
@@ -418,9 +418,10 @@ def close(model: nn.Module) -> None:
 def _make_plain(model: nn.Module, compiled: ShardedModel) -> None:
     """Removes from the model and its optimizers what `zc.compile` has put there."""
     del COMPILED[model]
+    if compiled.runtime.buffer_sync is not None:
+        compiled.runtime.buffer_sync.take_received()
     for take_off in compiled.at_close:
         take_off(model)
-    guards.remove(model)
     torch_private.call_instead(model, None)
     restore(compiled.runtime, {name: param.dtype for name, param in compiled.runtime.placed.items()})
     for sharded_optimizer in compiled.optimizers:

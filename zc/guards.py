@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -113,20 +113,22 @@ class NoJoin:
         return type(None), ()
 
 
-def install(model: nn.Module, runtime: Runtime) -> None:
-    """Installs the guards; `remove` removes them."""
+def install(model: nn.Module, runtime: Runtime) -> Callable[[nn.Module], None]:
+    """Installs the guards. What it returns removes them."""
     remember_names(model, runtime)
     of_runtime = weakref.ref(runtime)
     torch_private.set_apply(model, Instead(model, "_apply", partial(_apply, weakref.ref(model), of_runtime)))
     torch_private.tell_ddp(model, NotForDDP(torch_private.told_ddp(model)))
     of_ddp = {"no_sync": NoSync(runtime), "join": NoJoin(), "join_hook": NoJoin(), _SYNCS: True}
-    vars(model).update({name: value for name, value in of_ddp.items() if not hasattr(model, name)})
+    added = {name: value for name, value in of_ddp.items() if not hasattr(model, name)}
+    vars(model).update(added)
     runtime.syncs = partial(_syncs, weakref.ref(model))
     pickle_without_hooks(model, runtime.weights)
     for name, module in model.named_modules():
         if isinstance(module, nn.RNNBase):
             call: Any = torch.compiler.disable(partial(_skip_flattening, of_runtime, name))  # type: ignore[no-untyped-call]
             vars(module)["flatten_parameters"] = Instead(module, "flatten_parameters", call)
+    return partial(_remove, tuple(added))
 
 
 def pickle_without_hooks(model: nn.Module, weights: Weights) -> None:
@@ -148,10 +150,11 @@ def remember_names(model: nn.Module, runtime: Runtime) -> None:
     runtime.names = weakref.ref(names)
 
 
-def remove(model: nn.Module) -> None:
-    """Removes everything that `install` and `install_call` added to the model."""
+def _remove(added: Collection[str], model: nn.Module) -> None:
+    """Removes everything that `install`, which has ``added`` these attributes, and `install_call` put on the model."""
     told = torch_private.told_ddp(model)
-    vars(model).pop(_SYNCS, None)
+    if _SYNCS in added:
+        vars(model).pop(_SYNCS, None)
     own = _Mark, Instead, NoSync, NoJoin, NotForDDP
     for module in model.modules():
         for name in [n for n, value in vars(module).items() if isinstance(value, own)]:
@@ -161,7 +164,7 @@ def remove(model: nn.Module) -> None:
 
 
 def install_call(block: nn.Module, call: Callable[..., Any]) -> None:
-    """Makes ``block(...)`` run ``call(...)``; `remove` undoes it."""
+    """Makes ``block(...)`` run ``call(...)``; what `install` has returned undoes it."""
     torch_private.set_call(block, Instead(block, "_call_impl", call))
 
 

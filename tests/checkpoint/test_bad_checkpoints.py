@@ -265,6 +265,7 @@ def _unsavable(rank: int, world_size: int, path: Path) -> list[tuple[str, str]]:
     messages.append(message_of(lambda: zc.save(path / "fills_up", model, optimizer, extra=large)))
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     messages.append(message_of(lambda: zc.load(zc.latest(path), model, optimizer)))
+    messages.append(message_of(lambda: zc.save(None, model, optimizer)))  # type: ignore[arg-type]
     messages.append(message_of(lambda: zc.export(path / "rounded", model, dtype=torch.int8)))
     zc.save(path / "good", model, optimizer)
     return messages
@@ -278,6 +279,7 @@ def test_what_can_not_be_saved(tmp_path: Path) -> None:
         "has room for 1000 bytes, the checkpoint full needs",
         "fills_up failed",
         "zc.load was given None for a path",
+        "zc.save was given None for a path",
         "zc.export was given dtype=torch.int8",
     ]
     for result in run_ranks(_unsavable, 2, tmp_path):

@@ -85,8 +85,8 @@ def _loop(
             optimizer.zero_grad()
             optimizer.step()
         optimizer.step()
-        if how == "writes after a step of nothing":  # it finishes no backward, and the next forward is still the first
-            optimizer.step()
+        if how in ("evaluates", "writes after a step of nothing"):
+            optimizer.step()  # it finishes no backward, and the next forward is still the first
         optimizer.zero_grad()
         if how.startswith("writes"):
             with torch.no_grad():
@@ -95,6 +95,12 @@ def _loop(
                         model.replaced = buffer + 0.1 * rank
                     elif buffer.is_floating_point() and number % 2 == step % 2:
                         buffer.add_(0.2 * rank)
+        if how == "averages":  # as timm's distribute_bn, or past autograd's count
+            for buffer in model.buffers():
+                if buffer.is_floating_point() and buffer.is_contiguous():
+                    dist.all_reduce(buffer if step % 2 else buffer.data)
+                    (buffer if step % 2 else buffer.data).div_(dist.get_world_size())
+            seen.append({name: value.clone() for name, value in model.named_buffers()})
         if how in ("evaluates", "writes and evaluates"):
             model.eval()
             with torch.no_grad():
@@ -108,7 +114,7 @@ def _loop(
 
 
 HOWS = ("plain", "no_sync", "skips", "looks", "evaluates", "writes", "writes and evaluates",
-        "writes after a step of nothing")
+        "writes after a step of nothing", "averages")
 MODELS = {"batch_norm": batch_norm, "codebook": Codebook}
 
 
@@ -169,6 +175,8 @@ def _differently(rank: int, world_size: int) -> list[Any]:
                         model(torch.ones(2, 16))
                     model.train()
                 dist.barrier()
+            with torch.no_grad():
+                model.eval()(torch.ones(2, 16))  # each takes over rank 0's
             results.append({name: value.clone() for name, value in model.named_buffers()})
     with _compiled(stage=2, broadcast_buffers=False) as (model, optimizer):
         F.mse_loss(model(_batch(rank, 0, 0)[0]), torch.ones(4, 16)).backward()
@@ -202,6 +210,7 @@ def _dropped(rank: int, world_size: int) -> float:
     with patch.object(sync, "receive_all", late):
         F.mse_loss(model(_batch(rank, 0, 0)[0]), torch.ones(4, 16)).backward()
         optimizer.step()
+    sync.take_received()
     mean = float(model.get_buffer("1.running_mean").sum())
     if rank == 0:
         del model, optimizer, sharded_model, sync, receive, late

@@ -128,12 +128,15 @@ def _plain_again(rank: int, world_size: int, backend: str, options: dict[str, An
     assert all(type(param.grad) is torch.Tensor for param in model.parameters())
     model.zero_grad()
     again = adamw(model)
+    assert not hasattr(model, "require_backward_grad_sync")
+    model.require_backward_grad_sync = True  # the model's own, which zc.close took away, too
     zc.compile(model, again, backend=backend, bucket_nbytes=512, **options)
     F.mse_loss(model(vectors()(rank, 11, 0)[0]), y).backward()
     again.step()
     zc.synchronize(model)
     assert not torch.equal(next(model.parameters()), next(iter(at_close.values())))
     zc.close(model)
+    assert vars(model)["require_backward_grad_sync"]
 
 
 @pytest.mark.parametrize(

@@ -108,7 +108,9 @@ def test_estimates_too_small_to_see_are_refused() -> None:
     """Prodigy trained wrong in silence: for three steps it changes no weight. A class may log the same number."""
     decaying = SmallDecay(matrices())
     decaying.param_groups[0]["weight_decay"] = 1e-4
-    for optimizer in (Distance(matrices()), DistanceOfElements(matrices()), decaying):
+    untried = {"params": matrices(), "distance": None}  # it fails on numbers alone, and hid the group after it
+    second = Distance([untried, {"params": matrices()}])
+    for optimizer in (Distance(matrices()), DistanceOfElements(matrices()), decaying, second):
         kind, text = message_of(lambda optimizer=optimizer: try_out(optimizer, 2, CPU))  # type: ignore[misc]
         assert kind == "PlanError" and ("all of its parameters" in text or "the option 'distance'" in text), text
     try_out(DistanceLogged(matrices()), 2, CPU)

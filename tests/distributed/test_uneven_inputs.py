@@ -130,6 +130,8 @@ def _buffers(rank: int, world_size: int, counts: tuple[int, ...]) -> tuple[Tenso
             own = model[1].running_mean.clone()
         optimizer.step()
         optimizer.zero_grad()
+    with torch.no_grad():
+        model.eval()(torch.zeros(1, 3))
     return model[1].running_mean.clone(), own
 
 

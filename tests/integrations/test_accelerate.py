@@ -292,10 +292,11 @@ def test_in_stage_3_each_module_finds_its_own_weights(order: str, tmp_path: Path
 
 def _closed(rank: int, world_size: int, is_refused: bool) -> bool:
     with torchrun(rank, world_size):
-        accelerator, model = Accelerator(cpu=True), mlp()
+        accelerator, model = Accelerator(cpu=True, mixed_precision="bf16"), mlp()
         if is_refused:
             with pytest.raises(zc.PlanError):
                 prepare(accelerator, model, SGD(model[0].parameters(), lr=0.1), backend="eager")
+            assert not accelerator._models and "forward" not in vars(model)  # it was saved, and autocast, twice
         else:
             prepare(accelerator, model, SGD(model.parameters(), lr=0.1), backend="eager")
             zc.close(model)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import io
+import os
 import threading
 import weakref
 from collections.abc import Callable, Mapping
@@ -124,7 +125,7 @@ def save(
     channel = channel_of(sharded_model)
     channel.same_call("zc.save", path, keep=keep, overwrite=bool(overwrite), asynchronous=bool(asynchronous))
     channel.between_updates("zc.save", sharded_model)
-    path = Path(path).absolute()
+    path = _absolute("zc.save", path)
     if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
         raise ValueError(f"keep must be a whole number of at least 1, or None, got {keep!r}")
     rank = channel.group.rank
@@ -183,12 +184,7 @@ def load(path: str | Path | None, model: nn.Module, optimizer: Optimizers) -> An
     finish_pending(sharded_model)
     channel = channel_of(sharded_model)
     channel.same_call("zc.load", path)
-    if path is None:
-        raise CheckpointError(
-            "zc.load was given None for a path: zc.latest gives that where a folder has no complete checkpoint. Load "
-            "only where there is one, as in: if newest is not None"
-        )
-    path = Path(path).absolute()
+    path = _absolute("zc.load", path)
     what, reader = f"loading {path}", Reader(path)
     with channel.together(what), checkpoint_errors(what):  # a damaged checkpoint raises anything
         target = make_target(model, sharded_model, reader.read_metadata(), str(path))
@@ -204,6 +200,15 @@ def load(path: str | Path | None, model: nn.Module, optimizer: Optimizers) -> An
         extra = target.extra()
     commit(model, sharded_model, target)
     return extra
+
+
+def _absolute(call: str, path: object) -> Path:
+    if not isinstance(path, str | os.PathLike):
+        raise CheckpointError(
+            f"{call} was given {path!r} for a path: give it the path of a folder. zc.latest gives None where there is "
+            "no complete checkpoint, so load only if newest is not None"
+        )
+    return Path(path).absolute()
 
 
 class _Planner(DefaultLoadPlanner):

@@ -322,6 +322,8 @@ def _options_of_later(optimizer: Optimizer, group: Mapping[str, Any], lacking: s
 @torch.no_grad()
 def commit(model: nn.Module, sharded_model: ShardedModel, target: Target) -> None:
     """Copies the checked ``target`` into the live state and gathers the weights. Collective. Gradients stay."""
+    for each in sharded_model.optimizers:
+        each.count_from_load()
     sharded_model.runtime.weights.before_writes()
     mine, rest = owned(sharded_model), others(model, sharded_model)
     extra_states: list[tuple[Path, Any]] = []

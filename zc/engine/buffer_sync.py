@@ -1,14 +1,15 @@
 """Gives every rank the buffers of rank 0 whenever DDP would (``broadcast_buffers``, torch/nn/parallel/distributed.py).
 
 DDP broadcasts all buffers at the start of a forward, if the backward of the forward before it reduces: with gradients
-enabled, outside of no_sync. zc does so at the boundary of an update at the latest, which all ranks reach anyway. The
-values are the same, and a forward between two updates (an evaluation, perhaps on one rank alone) waits for no rank.
+enabled, outside of no_sync. zc sends them at the boundary of an update at the latest, which all ranks reach anyway, so
+a forward between two updates (an evaluation, perhaps on one rank alone) waits for no rank. It takes over what has come:
+until then a rank has its own buffers, as under DDP, and may average them (timm's distribute_bn).
 
 What the program writes into a buffer after the boundary may differ from rank to rank, and DDP overwrites it in the
 next forward. So ranks that find a buffer written (another tensor, or counted by autograd) exchange buffers in that
 forward once more: rank 0 sends, the others wait for it. Where some ranks alone have written one, the next message shows
-it, or the watch finds ranks that wait for each other: an error on all ranks. Writes that autograd does not count
-(``buffer.data``) are not seen, and stay until the boundary.
+it, or the watch finds ranks that wait for each other: an error on all ranks. A buffer that is written past autograd's
+count (``buffer.data``) stays each rank's own until the forward after the next boundary.
 
 Rank 0 waits for other ranks at the boundary alone, until its messages have arrived: it may drop its model next, and
 gloo drops a message that the receiver has not asked for. It sends a copy, in host memory, to each of them. Its last
@@ -65,6 +66,8 @@ class BufferSync(Part):
         self._stays_due = True  # the same after this update, as rank 0's last message says
         self._as_they_were = self._now()
         self._sent: list[tuple[Work, list[Tensor]]] = []  # messages of rank 0 and their tensors, until they arrive
+        # until the next forward: bytes that rank 0 has sent, the buffers for them, and the bytes that these had
+        self._received: list[tuple[Tensor, list[Tensor], Tensor]] = []
 
     def before_forward(self) -> None:
         core = self._core()
@@ -75,6 +78,7 @@ class BufferSync(Part):
             self._exchange(is_last=False, written=written)
         elif self._is_due and not self._has_ended:
             self._exchange(is_last=False)
+        self.take_received()
         self._is_first = False
         self._is_due = torch.is_grad_enabled() and core.is_boundary
         self._has_trained |= torch.is_grad_enabled()
@@ -100,6 +104,18 @@ class BufferSync(Part):
         self._for_whom, self._is_first = _NOBODY, True
         while self._sent:
             self._sent.pop(0)[0].wait()
+
+    @torch.no_grad()
+    def take_received(self) -> None:
+        """Copies what rank 0 has sent into buffers that have not been written since, through ``.data``, as DDP does: a
+        backward may still need their versions."""
+        while self._received:
+            packed, buffers, before = self._received.pop(0)
+            sizes = [buffer.nbytes for buffer in buffers]
+            columns = (torch.split(each, sizes) for each in (packed, before, _pack(buffers)))
+            for buffer, sent, then, now in zip(buffers, *columns, strict=True):
+                new = torch.where((now == then).all(), sent, now)  # the host does not wait for a device
+                buffer.data.copy_(new.view(buffer.dtype).view(buffer.shape))
 
     def _by_device(self) -> dict[torch.device, list[Tensor]]:
         """The model's buffers by device, in one order on all ranks. The widest elements come first, so each buffer is
@@ -157,6 +173,8 @@ class BufferSync(Part):
                 f"{self._changed(model)}: buffers must have the same shapes on all ranks before a forward, or call "
                 "zc.compile(broadcast_buffers=False)"
             )
+        if self._is_for_this_rank:
+            self._received.clear()
         for buffers in self._in_message(by_device, head):
             packed = torch.empty(sum(b.nbytes for b in buffers), dtype=torch.uint8, device="cpu")
             group.receive(packed, _WHAT)
@@ -173,11 +191,13 @@ class BufferSync(Part):
         text = f"{who} between two updates, and rank {other} has written none. {_TOGETHER}"
         raise self.core.group.failure(text)
 
+    @property
+    def _is_for_this_rank(self) -> bool:
+        return self.core.group.rank != 0 and (self._for_whom == _EVERY_RANK or self._has_trained)
+
     def _take(self, packed: Tensor, buffers: list[Tensor]) -> None:
-        """Copies the bytes into the buffers through ``.data``, as DDP does: a backward may need their versions."""
-        if self._for_whom == _EVERY_RANK or self._has_trained:
-            for buffer, part in zip(buffers, torch.split(packed, [b.nbytes for b in buffers]), strict=True):
-                buffer.data.copy_(part.view(buffer.dtype).view(buffer.shape))
+        if self._is_for_this_rank:
+            self._received.append((packed.to(buffers[0].device), buffers, _pack(buffers)))
 
     def _in_message(self, by_device: dict[torch.device, list[Tensor]], head: Tensor) -> list[list[Tensor]]:
         """The buffers in the message with this head. After the last message, `receive_all` sends those on a GPU."""

@@ -82,6 +82,9 @@ class AtBoundary(Protocol):
     def receive_all(self) -> None:
         """All ranks are there."""
 
+    def take_received(self) -> None:
+        """The model is closed, and becomes equal on all ranks."""
+
 
 # The gradients of the parameters that this rank updates, by bucket: of optimizers that read whole ones
 GatherWhole = Callable[["Plan", "Buffers", "Group", Sequence[int]], dict[int, Tensor]]

@@ -51,13 +51,11 @@ def prepare(accelerator: Any, model: nn.Module, optimizer: Container, *rest: Any
     _check(accelerator, model, optimizer)
     if accelerator.ddp_handler is not None:
         options.setdefault("broadcast_buffers", accelerator.ddp_handler.broadcast_buffers)
-    model = accelerator.prepare_model(model, evaluation_mode=True)
-    try:
-        zc_compile(model, optimizer, **options)
-    except Exception:
-        _unmark(model)
-        raise
+    if accelerator.device_placement:
+        model.to(accelerator.device)
+    zc_compile(model, optimizer, **options)
     sharded(model).at_close.append(_unmark)
+    accelerator.prepare_model(model, evaluation_mode=True)  # last: it notes and marks the model, and autocasts forward
     pointers, wrapped = [], []
     for one in given_in(optimizer):
         pointers.append(StatePointer(one))

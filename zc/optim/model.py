@@ -40,7 +40,7 @@ class ShardedModel(Listener):
 
     def __init__(self, runtime: Runtime, assignment: Assignment, make_updater: MakeUpdater) -> None:
         self.runtime, self.container = runtime, assignment.container
-        self.at_close: list[Callable[[nn.Module], None]] = []  # takes off the model what an integration has put there
+        self.at_close: list[Callable[[nn.Module], None]] = []  # take off the model what zc has put there
         self.grad_shards = GradShards(runtime)
         self._writes = ParamWrites(runtime)
         self.optimizers = [

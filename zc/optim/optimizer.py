@@ -97,7 +97,7 @@ class ShardedOptimizer:
         self._options = set[str]()  # of a group, those that methods of an unknown class set
         self.methods: list[str] = []  # of the class, that run on slices when the caller calls them
         self._updating: tuple[int, ...] | None = None  # inside of the class's step: buckets with a gradient
-        self.num_updates = 0  # begun by this object, so equal on all ranks between two updates
+        self.num_updates = 0  # begun since the last load, so equal on all ranks between two updates
         self.updater: Updater  # from `start` on
         self.is_closed = False
         self._remove_hooks: Callable[[], None] | None = None
@@ -596,6 +596,14 @@ class ShardedOptimizer:
         """After a step of the class that raised: publishes what it has changed, as the other ranks do in theirs."""
         if self._updating is not None:
             self._after_step()
+
+    def count_from_load(self) -> None:
+        """A load is about to make weights and states whole, also where Ctrl-C or the like has cut off some ranks' step:
+        nothing is left of that one to publish."""
+        self.num_updates = 0
+        if self._updating is not None:
+            self._updating = None
+            self._leave()
 
     def let_go(self) -> None:
         """Removes zc's hooks, the parameters and the state from the optimizer. Keeps no memory: compiled code may still

@@ -24,7 +24,7 @@ import itertools
 import math
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -105,23 +105,16 @@ def check_independent(optimizer: Optimizer, device: torch.device) -> None:
     """Raises PlanError where the update of one parameter depends on the other parameters or on other ranks, since each
     rank owns other parameters.
 
-    A class that can't be tried (it wraps another optimizer, takes no small data, draws random numbers) passes.
+    A group that can't be tried (the class wraps another optimizer, takes no small data, draws random numbers) passes.
     """
     if wrapped(optimizer) is not None:
         return
-    for group, is_given in itertools.product(optimizer.param_groups, (True, False)):
-        # small decays drown in rounding, and what scales them may read all parameters
-        others = {} if is_given else group
-        decays = {k: 1.0 for k, v in others.items() if "weight_decay" in k and isinstance(v, float) and v != 0}
-        if not is_given and not decays:
-            continue
+    for group in _with_large_decays(optimizer.param_groups):
         try:
-            trial = _try_pair(optimizer, {**group, **decays}, device)
+            trial = _try_pair(optimizer, group, device)
         except Communicates as error:
             raise PlanError(_advice(optimizer, error)) from None
         if trial is None or trial.is_random:
-            if is_given:
-                return
             continue
         pairs = zip(trial.together, trial.apart, strict=True)
         if any(
@@ -133,6 +126,16 @@ def check_independent(optimizer: Optimizer, device: torch.device) -> None:
                 "zc.clip_grad_norm_ in the loop and leave it out of the update, or use an optimizer that treats "
                 "parameters one by one"
             )
+
+
+def _with_large_decays(groups: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    """Each group, and then, if it decays, with decays of 1: small ones drown in rounding, and what scales them may read
+    all parameters."""
+    for group in groups:
+        yield group
+        decays = {k: 1.0 for k, v in group.items() if "weight_decay" in k and isinstance(v, float) and v != 0}
+        if decays:
+            yield {**group, **decays}
 
 
 def check_positions(optimizer: Optimizer, device: torch.device) -> None:
