@@ -196,7 +196,8 @@ def add_slots(table, out, num_rows, BLOCK: constexpr, TILE_M: constexpr, TILE_J:
 
 def to_device(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
     """[len(rows), columns] int64: all that goes to the device, from pinned memory, without a synchronisation."""
-    return torch.tensor(rows, dtype=torch.int64, pin_memory=device.type != "cpu").to(device, non_blocking=True)
+    table = torch.tensor(rows, dtype=torch.int64, device="cpu", pin_memory=device.type != "cpu")
+    return table.to(device, non_blocking=True)
 
 
 @jit

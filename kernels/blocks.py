@@ -112,9 +112,9 @@ class Blocks:
     def table(self, device: torch.device) -> Tensor:
         """[2, blocks] int32: of each block the `UNIT` where its bytes begin, and the word of its scale or -1."""
         if device not in self._tables:
-            units, words = [torch.empty(0, dtype=torch.int64)], [torch.empty(0, dtype=torch.int64)]
+            units, words = ([torch.empty(0, dtype=torch.int64, device="cpu")] for _ in range(2))
             for run in self.runs:
-                k = torch.arange(run.num)
+                k = torch.arange(run.num, device="cpu")
                 width = EXACT if run.scales < 0 else self.payload
                 units.append((run.at + k * width) // UNIT)
                 words.append(torch.full_like(k, -1) if run.scales < 0 else run.scales + k)

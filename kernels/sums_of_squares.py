@@ -58,7 +58,7 @@ def sums_of_squares(tensors: Sequence[Tensor]) -> Tensor:
     """
     check_flats("tensors", tensors)
     if not tensors:
-        return torch.empty(0, dtype=torch.float64)
+        return torch.empty(0, dtype=torch.float64, device="cpu")
     return sums_of_squares_triton(tensors) if use_triton(tensors[0]) else sums_of_squares_reference(tensors)
 
 

@@ -80,8 +80,9 @@ def returned_by(graph: fx.Graph) -> list[Any]:
 
 
 def is_random(node: fx.Node) -> bool:
-    """Whether a second run gives other values."""
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    """Whether a second run gives other values: of a random operator, or of what runs one for a checkpoint."""
+    called = (node.target, *node.args)
+    return any(torch.Tag.nondeterministic_seeded in getattr(each, "tags", ()) for each in called)
 
 
 @dataclass(frozen=True)

@@ -125,6 +125,20 @@ def private_names(trees: dict[str, ast.Module]) -> list[str]:
     return wrong
 
 
+_FACTORIES = re.compile("empty|zeros|ones|full|eye|arange|linspace|tensor|scalar_tensor|rand|randn|randint|randperm")
+
+
+def without_device(trees: dict[str, ast.Module]) -> list[str]:
+    """Tensors on the program's default device (torch.set_default_device), wherever zc's others are."""
+    wrong = []
+    for module, node in ((name, node) for name, tree in trees.items() for node in ast.walk(tree)):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and _FACTORIES.fullmatch(node.func.attr):
+            names_none = not {"device", None} & {keyword.arg for keyword in node.keywords}
+            if getattr(node.func.value, "id", "") == "torch" and names_none:
+                wrong.append(f"{module}:{node.lineno}: torch.{node.func.attr} without a device")
+    return wrong
+
+
 def chains(graph: dict[str, set[str]]) -> list[str]:
     """Circles of what modules load, and a chain that is too long."""
     longest: dict[str, list[str]] = {}
@@ -165,7 +179,7 @@ def check(trees: dict[str, ast.Module]) -> list[str]:
                 wrong.append(f"{name}:{line}: {own} -> {target or what}: {why}")
             if how == "load" and target and target != name:
                 graph[name].add(target)
-    return wrong + imports_of_wings(trees) + chains(graph)
+    return wrong + without_device(trees) + imports_of_wings(trees) + chains(graph)
 
 
 if __name__ == "__main__":

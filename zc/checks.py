@@ -420,6 +420,12 @@ def check_host(plan: Plan, assignment: Assignment) -> None:
             raise PlanError(
                 f"offload: {name} was made with capturable=True, which keeps its state on the device; make it without"
             )
+        for name_of, value in (item for group in optimizer.param_groups for item in group.items()):
+            if isinstance(value, torch.Tensor) and value.device.type != "cpu":
+                raise PlanError(
+                    f"offload: the {name_of!r} of {name} is a tensor on {value.device}, and its update in host memory "
+                    "would copy it without waiting and read the copy at once: give a number, or a tensor in host memory"
+                )
         states.append(num_kept(optimizer))
     _, needed, _ = resident(plan, states)
     advice = "use more machines, or a smaller part (offload_accumulate='device')"

@@ -239,7 +239,8 @@ def _refusing_moves(in_buckets: set[int], function: Callable[[Tensor], Tensor]) 
             return tensor
         if id(tensor) not in in_buckets:
             return function(tensor)
-        like = torch.tensor([-300.5, 0.78125]).to(tensor.device, tensor.dtype)  # frozen ones may be integers
+        # frozen ones may be integers
+        like = torch.tensor([-300.5, 0.78125], device="cpu").to(tensor.device, tensor.dtype)
         result = function(like.clone())
         if (result.dtype, result.device) != (like.dtype, like.device):
             raise ZcError(

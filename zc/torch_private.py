@@ -128,7 +128,7 @@ class _Edges(torch.autograd.function._SingleLevelFunction):
 
     @staticmethod
     def forward(ctx: Any, *tensors: torch.Tensor) -> torch.Tensor:
-        return torch.empty(0)
+        return torch.empty(0, device="cpu")
 
 
 def needed_by_autograd(params: Mapping[str, torch.nn.Parameter]) -> frozenset[str]:
@@ -164,7 +164,7 @@ def _nodes_of(params: Collection[torch.Tensor]) -> list[Any]:
 @functools.cache
 def _count_alone() -> int:
     """The reference count of a node that a list and a graph alone hold. (A graph counts as one, in 2.13.)"""
-    param = torch.zeros(1, requires_grad=True)
+    param = torch.zeros(1, requires_grad=True, device="cpu")
     with torch.enable_grad():
         graph = param * 1
     count = next(map(sys.getrefcount, _nodes_of([param])))
@@ -397,7 +397,8 @@ def cut(group: torch.distributed.ProcessGroup) -> bool:
         if peer != group.rank():
             # RuntimeError: the time is over, and that cuts; or the connection to this rank is closed already
             with contextlib.suppress(RuntimeError):
-                group.recv([torch.empty(1, dtype=torch.uint8)], peer, _CUT_TAG).wait(timedelta(milliseconds=1))
+                nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
+                group.recv([nothing], peer, _CUT_TAG).wait(timedelta(milliseconds=1))
     return all(group._get_backend(device).name() == "gloo" for device in group._device_types)
 
 

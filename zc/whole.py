@@ -86,7 +86,7 @@ def _own_copy(value: Tensor) -> Tensor:
     like = torch.empty_like(value, device="meta")
     pages = mmap.mmap(-1, value.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     storage = torch.frombuffer(pages, dtype=torch.uint8).untyped_storage()
-    return torch.empty(0, dtype=value.dtype).set_(storage, 0, like.size(), like.stride()).copy_(value)
+    return torch.empty(0, dtype=value.dtype, device="cpu").set_(storage, 0, like.size(), like.stride()).copy_(value)
 
 
 @torch.no_grad()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import warnings
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from torch import nn
 import zc
 from zc import checks, machine
 from zc.errors import PlanError
+from zc.offload.host_step import HostStep
 
 
 def compiled(**options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -72,6 +75,27 @@ def test_cpu_only_works_and_says_that_it_saves_nothing() -> None:
 def test_capturable_is_refused() -> None:
     with pytest.raises(PlanError, match="AdamW was made with capturable=True"):
         compiled(arguments={"capturable": True})
+
+
+def test_an_option_on_a_device_is_refused() -> None:
+    """A fused update copied it to pinned memory without waiting, and read what was there."""
+    model: nn.Module = mlp(16, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.param_groups[0]["lr"] = torch.tensor(1e-3, device="meta")
+    with pytest.raises(PlanError, match="the 'lr' of AdamW is a tensor on meta"):
+        zc.compile(model, optimizer, backend="eager", offload="cpu")
+
+
+@pytest.mark.parametrize("by_bucket", [False, True])
+def test_a_scalers_tensors_come_to_host_memory(by_bucket: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An update that is not by bucket, as a subclass of AdamW has, read the copies before they had come, too."""
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda self: torch.zeros_like(self, device="cpu"))
+    step = object.__new__(HostStep)
+    step.optimizer = SimpleNamespace(found_inf=torch.zeros(1, device="meta"))
+    step.runtime, step.disk = Mock(), None
+    step._by_bucket = by_bucket
+    step.before(())
+    assert step.optimizer.found_inf.device.type == "cpu" and not step._is_done
 
 
 @pytest.mark.parametrize("offload", ["gpu", True, "disk "])

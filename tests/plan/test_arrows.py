@@ -30,6 +30,7 @@ PLANTED = [  # file, what is written at its end, what is said
     ("zc/errors.py", "print(torch._C)", "_C: private names"),
     ("zc/errors.py", 'print(getattr(param, "_backward_hooks"))', "_backward_hooks: private names"),
     ("zc/errors.py", "print(param._backward_hooks)", "_backward_hooks: private names"),
+    ("kernels/write_grads.py", "torch.zeros(3)", "torch.zeros without a device"),
     ("kernels/write_grads.py", "torch._foreach_mul_([], 1)", "_foreach_mul_: private names"),
 ]
 

@@ -259,8 +259,8 @@ def _best(have: Tensor, wanted: Tensor, guesses: Iterator[tuple[Finding, Tensor]
 
 def _joined(values: Mapping[str, Any], sizes: Mapping[str, int]) -> Tensor:
     """One vector of all, in float64; zeros for what is not there."""
-    parts = [
-        values[name].double().flatten().cpu() if values.get(name) is not None else torch.zeros(numel).double()
-        for name, numel in sizes.items()
-    ]
-    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64)
+    parts = [torch.zeros(0, dtype=torch.float64, device="cpu")]
+    for name, numel in sizes.items():
+        value = values.get(name)
+        parts.append(parts[0].new_zeros(numel) if value is None else value.double().flatten().cpu())
+    return torch.cat(parts)

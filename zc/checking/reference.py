@@ -67,7 +67,7 @@ class Reference:
     def _rounded_otherwise(self, value: Tensor) -> Tensor:
         if self._noise is None or not value.is_floating_point():
             return value
-        signs = torch.randint(0, 2, value.shape, generator=self._noise).mul_(2).sub_(1).to(value.device)
+        signs = torch.randint(0, 2, value.shape, generator=self._noise, device="cpu").mul_(2).sub_(1).to(value.device)
         off = max(self.loop.rounding, torch.finfo(value.dtype).eps)
         return (value.detach().double() * (1 + off * signs)).to(value.dtype)
 
@@ -168,7 +168,7 @@ class Reference:
         result = {}
         for name, grad in mean.items():
             off = max(self.loop.rounding, torch.finfo(grad.dtype).eps)
-            wrong = torch.randn(grad.shape, generator=self._noise, dtype=torch.float64).to(grad.device)
+            wrong = torch.randn(grad.shape, generator=self._noise, dtype=torch.float64, device="cpu").to(grad.device)
             result[name] = (grad.double() * (1 + off * wrong) + off * size * wrong).to(grad.dtype)
         return result
 

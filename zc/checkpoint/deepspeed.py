@@ -76,8 +76,8 @@ def _target(path: Path, model: nn.Module, sharded_model: ShardedModel) -> tuple[
     files: list[str] = []
     for name, own in mine.items():
         for file in sorted((folder / name).glob("*.pt")):
-            is_step = file.stem == "step"
-            value = torch.tensor(float(_read(file))) if is_step else _File(own.slot.shape, own.dtype, file)
+            step = torch.tensor(float(_read(file)), device="cpu") if file.stem == "step" else None
+            value = _File(own.slot.shape, own.dtype, file) if step is None else step
             content = f"the number {value.item()}" if isinstance(value, Tensor) else f"{file.stat().st_size} bytes"
             files.append(f"{file.relative_to(folder)} with {content}")
             entries[("model", name) if file.stem == "fp32" else ("optimizer", "state", name, file.stem)] = value

@@ -103,7 +103,9 @@ def _export_checkpoint(path: Path, checkpoint: Path, dtype: torch.dtype | None, 
         raise CheckpointError(f"{checkpoint} has no weights: no key begins with model.")
     with _Folder(path) as folder:
         for entries in _in_files(((key, _nbytes(weights[key], dtype), weights[key]) for key in weights), shard_nbytes):
-            items: dict[str, Any] = {k: torch.empty(e.size, dtype=e.properties.dtype) for k, e in entries.items()}
+            items: dict[str, Any] = {
+                k: torch.empty(e.size, dtype=e.properties.dtype, device="cpu") for k, e in entries.items()
+            }
             with checkpoint_errors(f"exporting {checkpoint}"):
                 dcp_load(items, storage_reader=reader, no_dist=True)
             reader.check_unchanged()
@@ -334,7 +336,7 @@ def _copy(stored: StoredTensor, target: Owned | Tensor) -> None:
             for at, piece in stored.read(target.start, target.start + target.numel):
                 out[at : at + piece.numel()].copy_(piece)
             return
-    whole = torch.empty(stored.shape, dtype=stored.dtype)  # or the rank's elements lie apart in the file
+    whole = torch.empty(stored.shape, dtype=stored.dtype, device="cpu")  # or the rank's elements lie apart in the file
     for at, piece in stored.read(0, whole.numel()):
         whole.view(-1)[at : at + piece.numel()] = piece
     if isinstance(target, Owned):

@@ -73,7 +73,8 @@ class Owned:
     @property
     def now(self) -> ShardOf:
         """The elements as they are, not a copy."""
-        return self.part(self.slice.detach() if self.slice is not None else torch.empty(0, dtype=self.dtype))
+        none = torch.empty(0, dtype=self.dtype, device="cpu")
+        return self.part(self.slice.detach() if self.slice is not None else none)
 
     def parts(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """The optimizer's state of ``slice``: tensors with its elements as parts, the rest as it is."""

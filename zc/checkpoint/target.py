@@ -68,7 +68,7 @@ class Stored:
 
     def part(self, own: Owned, dtype: torch.dtype) -> ShardOf:
         """Memory of ``dtype`` for this rank's elements."""
-        return own.part(torch.empty(own.numel, dtype=dtype))
+        return own.part(torch.empty(own.numel, dtype=dtype, device="cpu"))
 
 
 @dataclass
@@ -233,7 +233,7 @@ def _whole(value: Any) -> Any:
     """A copy of a nested value: the caller's tensor is never kept. Of what is stored, memory for it, or None: DCP puts
     any other value in its place."""
     if isinstance(value, Stored):
-        return torch.empty(value.shape, dtype=value.dtype)
+        return torch.empty(value.shape, dtype=value.dtype, device="cpu")
     if isinstance(value, BytesStorageMetadata):
         return None
     return change_each(_copy, None, value)

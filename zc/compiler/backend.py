@@ -79,6 +79,8 @@ def make_backend(runtime: Runtime, find_block: FindBlock = lambda _: None) -> Ca
         hook, joint_pass = partial(_compile, origin), SavesAsEager(origin)
         options = runtime.inductor_options
         if runtime.config.backend == "aot_eager":
+            # op by op, Inductor's own random numbers know no seed: what checkpointing runs again would draw others
+            options = {**options, "fallback_random": True}
             compiled = torch_private.compile_graph(gm, inputs, _inner_compiler(hook), options, joint_pass=joint_pass)
             return _with_returned_weights(origin, compiled)
         from zc.compiler.saved import cached  # imports Inductor, which takes seconds

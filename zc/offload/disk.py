@@ -135,7 +135,7 @@ class DiskState:
         if item == "file":
             return self._place[name, key]
         if isinstance(item, dict):
-            return torch.tensor(item["value"], dtype=getattr(torch, item["dtype"]))
+            return torch.tensor(item["value"], dtype=getattr(torch, item["dtype"]), device="cpu")
         return item
 
     def begin_update(self) -> None:

@@ -138,7 +138,8 @@ class HostStep(Updater):
         """Called before the optimizer's step. Updates bucket by bucket if the optimizer allows that, and leaves nothing
         to the step itself. Otherwise waits for all gradients."""
         start_momenta(self.optimizer)
-        self._is_done = self._by_bucket and not self._scaler_on_host()
+        has_scaler = self._scaler_on_host()
+        self._is_done = self._by_bucket and not has_scaler
         if self.disk is not None:
             self.disk.begin_update()
         if not self._is_done:

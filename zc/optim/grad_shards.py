@@ -280,7 +280,7 @@ class GradShards:
             self.runtime.wait_for_host_memory()
             touched = self._touched()
             if not touched:
-                return torch.zeros(0, dtype=torch.float64)
+                return torch.zeros(0, dtype=torch.float64, device="cpu")
             parts = [formula.of(self._part(bucket, name)) for bucket, name in touched]
             self._numbers[key] = self._join(parts, reduction, [self._slot(name).numel for _, name in touched])
         return self._numbers[key]

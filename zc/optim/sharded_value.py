@@ -351,7 +351,7 @@ def _shown_dtype(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> to
     def empty(item: Any) -> Any:
         if not isinstance(item, Tensor) or (item.dim() == 0 and not isinstance(item, ShardedValue)):
             return item
-        return torch.empty(0, dtype=item.dtype)
+        return torch.empty(0, dtype=item.dtype, device="cpu")
 
     result = func(*map(empty, args), **{name: empty(item) for name, item in kwargs.items() if name != "device"})
     dtype: torch.dtype = (result if isinstance(result, Tensor) else result[0]).dtype
@@ -591,7 +591,8 @@ class Reduction(NamedTuple):
         if self.kind == "sum":
             return total
         is_on_host = joint.device.type == "cpu"  # a copy from memory that is not pinned would wait
-        numels = torch.tensor(counts, dtype=joint.dtype, pin_memory=not is_on_host).to(joint.device, non_blocking=True)
+        numels = torch.tensor(counts, dtype=joint.dtype, device="cpu", pin_memory=not is_on_host)
+        numels = numels.to(joint.device, non_blocking=True)
         if self.kind in ("var", "std"):
             variance = (joint[:, 1] - total * total / numels).clamp(min=0.0) / (numels - self.correction).clamp(min=0.0)
             return variance.sqrt() if self.kind == "std" else variance

@@ -293,7 +293,7 @@ def num_closure_calls(optimizer: Optimizer) -> int | None:
     def closure() -> Tensor:
         nonlocal count
         count += 1
-        return torch.zeros(())
+        return torch.zeros((), device="cpu")
 
     group = next((g for g in optimizer.param_groups if g["params"]), optimizer.param_groups[0])
     try:
@@ -450,9 +450,9 @@ def small_data(shape: tuple[int, ...], device: torch.device, seed: int = 20) -> 
     that of a part."""
     generator = torch.Generator().manual_seed(seed)
     numel = math.prod(shape)
-    scale = torch.tensor([1.0, 10.0, 0.1]).repeat_interleave(-(-numel // 3))[:numel].view(shape)
-    value = 0.02 * torch.randn(shape, generator=generator) * scale.sqrt()
-    grads = [torch.randn(shape, generator=generator) * scale for _ in range(STEPS)]
+    scale = torch.tensor([1.0, 10.0, 0.1], device="cpu").repeat_interleave(-(-numel // 3))[:numel].view(shape)
+    value = 0.02 * torch.randn(shape, generator=generator, device="cpu") * scale.sqrt()
+    grads = [torch.randn(shape, generator=generator, device="cpu") * scale for _ in range(STEPS)]
     return value.to(device), [grad.to(device) for grad in grads]
 
 
