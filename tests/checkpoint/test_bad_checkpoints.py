@@ -191,6 +191,16 @@ def test_a_half_damaged_index_without_a_checksum(seed: int, good: Path, tmp_path
     assert refusals > (50 if FULL else 16)
 
 
+def test_an_index_that_python_3_13_has_written(good: Path, tmp_path: Path) -> None:
+    """Its paths are of ``pathlib._local``, a module that earlier versions do not have."""
+    path = shutil.copytree(good, tmp_path / "of 3.13")
+    lose_sums(path)
+    raw = pickle.dumps(pickle.loads((path / ".metadata").read_bytes()), protocol=2)
+    (path / ".metadata").write_bytes(raw.replace(b"cpathlib\n", b"cpathlib._local\n"))
+    assert b"cpathlib._local\n" in (path / ".metadata").read_bytes()
+    zc.load(path, *Job("mlp").compiled())
+
+
 def lose_chunk(metadata: Any) -> None:
     del metadata.storage_data[next(k for k in metadata.storage_data if k.fqn == "model.0.weight")]
 

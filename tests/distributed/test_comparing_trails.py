@@ -120,6 +120,10 @@ def test_a_trail_is_bounded_and_knows_the_programs_line() -> None:
     assert len(trail.entries) == LENGTH and trail.num_shared == LENGTH + 50
     last = trail.entries[-1]
     assert last.code is _note.__code__ and last.line == _note.__code__.co_firstlineno + 1
+    for name in ("<stdin>", "<python-input-0>"):  # typed; the second into Python 3.13
+        exec(compile("note(trail, 'a norm', True)", name, "exec"), {"note": _of_zc, "trail": trail})
+        code = trail.entries[-1].code
+        assert code is not None and code.co_filename == name
 
 
 def test_what_one_line_repeats_is_one_entry_unless_all_ranks_take_part() -> None:

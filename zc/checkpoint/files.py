@@ -258,7 +258,6 @@ _ALLOWED = {
     ("torch.serialization", "_get_layout"),
     ("collections", "OrderedDict"),
     *(("pathlib", name) for name in ("Path", "PosixPath", "PurePosixPath")),
-    *(("pathlib._local", name) for name in ("Path", "PosixPath", "PurePosixPath")),  # Python 3.13
 }  # fmt: skip
 
 
@@ -266,6 +265,8 @@ class _MetadataUnpickler(pickle.Unpickler):
     """DCP stores its metadata as a pickle, which could call anything. This allows only the classes that DCP needs."""
 
     def find_class(self, module: str, name: str) -> Any:
+        if module == "pathlib._local":  # what Python 3.13 writes, and no earlier one has
+            module = "pathlib"
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype | torch.layout):
             return getattr(torch, name)
         if (module, name) not in _ALLOWED:

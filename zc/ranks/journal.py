@@ -273,7 +273,7 @@ LENGTH = 200  # calls that a trail keeps
 _LIBRARY = sysconfig.get_paths()["stdlib"] + os.sep
 _PACKAGES = tuple(_LIBRARY + name + os.sep for name in ("site-packages", "dist-packages"))
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep, os.path.dirname(torch.__file__) + os.sep
-_TYPED = ("<stdin>", "<string>", "<ipython")  # a program that lies in no file
+_TYPED = ("<stdin>", "<string>", "<ipython", "<python-input")  # a program that lies in no file
 _is_programs: dict[str, bool] = {}  # by the name of a code object's file
 
 
