@@ -1326,15 +1326,6 @@ def input_index(desc: Any) -> int | None:
     return int(desc.idx) if isinstance(desc, PlainAOTInput) else None
 
 
-def is_untrained(value: Any) -> bool:
-    """Whether an input of the backend call is a tensor that a module has and that takes no gradient: a buffer or a
-    frozen parameter.
-
-    Relies on Dynamo's mark of tensors that it finds on modules: ``tensor._dynamo_static_input_type`` (2.11 to 2.15)."""
-    is_own = isinstance(value, torch.Tensor) and hasattr(value, "_dynamo_static_input_type")
-    return is_own and not value.requires_grad
-
-
 def grad_of_index(desc: Any) -> int | None:
     """Of which input an output of the backward graph (``output.meta["desc"][i]``) is the gradient.
     (``GradAOTOutput(grad_of=PlainAOTInput(idx))``, torch >= 2.9.)"""

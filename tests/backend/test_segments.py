@@ -315,13 +315,13 @@ class Gated(nn.Module):
         self.register_buffer("count", torch.tensor(1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.first(x) * self.scale * self.count.rsqrt()
+        y = self.first(x.sin()) * x.cos() * self.scale * self.count.rsqrt()
         return self.last(y * (2 * self.frozen).cos() + y * (2 * self.scale).sin())
 
 
 def test_what_the_loop_writes_before_the_backward_reaches_it_as_in_eager_autograd() -> None:
-    """As EMA and MoCo's queue, by .data: gradients were 0.01 off, in silence. A counted write of a counter was torch's
-    "modified by an inplace operation"."""
+    """As EMA and MoCo's queue, by .data: gradients were 0.01 off, in silence. A counted write of a counter, or of the
+    next batch into the tensor of this one, was torch's "modified by an inplace operation"."""
     results = []
     for is_compiled in (True, False):
         torch.manual_seed(0)
@@ -329,10 +329,12 @@ def test_what_the_loop_writes_before_the_backward_reaches_it_as_in_eager_autogra
         if is_compiled:
             trainable = [*model.first.parameters(), *model.last.parameters()]
             zc.compile(model, torch.optim.SGD(trainable, lr=0.1), backend="aot_eager")
-        loss = model(torch.randn(4, 8)).square().mean()
+        batch = torch.randn(4, 8)
+        loss = model(batch).square().mean()
         for tensor in (model.frozen, model.scale):
             tensor.data.mul_(0.5)
         model.count += 1
+        batch.zero_()
         loss.backward()
         results.append(zc.full_grad(model)["first.weight"] if is_compiled else model.first.weight.grad)
     torch.testing.assert_close(*results)

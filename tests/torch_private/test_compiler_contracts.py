@@ -308,32 +308,6 @@ def test_descriptors(traced: Traced) -> None:
     assert torch_private.input_index(None) is None and torch_private.grad_of_index(None) is None
 
 
-@contract("is_untrained", "tensor._dynamo_static_input_type")
-def test_buffers_among_the_inputs() -> None:
-    found: list[torch.Tensor] = []
-
-    def backend(gm: fx.GraphModule, inputs: list[Any]) -> Any:
-        found.extend(value for value in inputs if torch_private.is_untrained(value))
-        return gm.forward
-
-    class Reads(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(2))
-            self.frozen = nn.Parameter(torch.ones(2), requires_grad=False)
-            self.register_buffer("scale", torch.ones(2))
-            self.register_buffer("order", torch.tensor([1, 0]))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return (x * self.weight * self.frozen * self.scale)[self.order]  # type: ignore[no-any-return, index]
-
-    torch._dynamo.reset()
-    model = Reads()
-    torch.compile(model, backend=backend)(torch.ones(2))
-    wanted = [id(model.frozen), id(model.scale), id(model.order)]
-    assert [id(value) for value in found] == wanted, "neither the parameter that trains, nor the argument"
-
-
 @contract("keep_for_backward", "joint_custom_post_pass or CheckpointPolicy.MUST_SAVE")
 @pytest.mark.parametrize("is_kept", [True, False])
 def test_values_that_a_backward_does_not_derive_again(is_kept: bool) -> None:

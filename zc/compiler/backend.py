@@ -73,8 +73,8 @@ def make_backend(runtime: Runtime, find_block: FindBlock = lambda _: None) -> Ca
         torch_private.guard_absent_hooks()
         torch_private.guard_requires_grad(gm)
         torch_private.guard_identity(gm, [None if block is not None and block.path(n) else n for n in names])
-        untrained = [k for k, value in enumerate(inputs) if names[k] is None and torch_private.is_untrained(value)]
         with_grad = [k for k, value in enumerate(inputs) if getattr(value, "requires_grad", False)]
+        untrained = [k for k in range(len(inputs)) if k not in with_grad and names[k] not in runtime.plan.sharded_names]
         origin = Origin(runtime, names, untrained, with_grad, block, partial(torch_private.guard_identity, gm, names))
         hook, joint_pass = partial(_compile, origin), SavesAsEager(origin)
         options = runtime.inductor_options

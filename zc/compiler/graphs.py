@@ -87,8 +87,7 @@ class Block(Protocol):
 class Origin:
     """The graph of Dynamo's that AOTAutograd has made a forward and a backward of. ``names``: of the parameters among
     its inputs. ``block``: the one that it was traced for; None: it belongs to the very parameters that it is guarded
-    by. ``untrained``: positions of inputs that are buffers or frozen parameters, but for those whose weights are
-    sharded; ``with_grad``: of inputs that have a gradient."""
+    by. ``with_grad``: positions of inputs that have a gradient; ``untrained``: of all others but sharded weights."""
 
     runtime: Runtime
     names: Sequence[str | None]
@@ -256,10 +255,10 @@ class CompiledForward(CompiledGraph):
 class SavesAsEager:
     """Marks values of a joint graph that a backward may not derive again, since eager autograd saves them.
 
-    It saves what an operation reads beside a value with a gradient. AOTAutograd may save a buffer or a frozen parameter
-    instead, to derive such a value again, and code after a graph break or the loop may have written it by then: a
-    gradient would be made of the new values. Where the operation reads the buffer itself, eager autograd saves that, so
-    its backward finds what was written, too, as does the compiled one."""
+    It saves what an operation reads beside a value with a gradient. AOTAutograd may save an argument, a buffer or a
+    frozen parameter instead, to derive such a value again, and code after a graph break or the loop may have written
+    that by then (the next batch): a gradient would be made of the new values. Where the operation reads the input
+    itself, eager autograd saves that, so its backward finds what was written, too, as does the compiled one."""
 
     def __init__(self, origin: Origin) -> None:
         self._untrained, self._with_grad = frozenset(origin.untrained), frozenset(origin.with_grad)
