@@ -68,6 +68,12 @@ def optimizer_in_step() -> Optimizer | None:
 
 def not_its_own(optimizer: Optimizer) -> str:
     """For errors in the ``step`` of an optimizer that met what is sharded: the reason, and what to do."""
+    inside = next((type(value).__name__ for value in vars(optimizer).values() if isinstance(value, Optimizer)), None)
+    if inside is not None:
+        return (
+            f"it wraps {inside}, and works on them outside of that one's step(). Parameters are whole there in stages "
+            "1 and 2 without shard_frozen, and param.grad.full_tensor() is a whole gradient"
+        )
     if "param_groups" not in vars(type(optimizer)):  # else a second object, which zc has made (zc/optim/local.py)
         return (
             f"zc.compile was not given this {type(optimizer).__name__}. Make it first, then call "

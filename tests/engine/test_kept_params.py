@@ -58,3 +58,30 @@ def test_an_optimizer_that_keeps_parameters_is_refused_with_the_place(place: str
         optimizer.step()
     assert "Keeps.step() met" in str(raised.value) and f"it takes parameters from {place}, where" in str(raised.value)
     zc.close(model)
+
+
+class Wraps(Optimizer):
+    """Its groups are those of the optimizer inside, as pytorch_optimizer's Lookahead has them."""
+
+    param_groups = property(lambda self: self.optimizer.param_groups)  # type: ignore[assignment]
+    state = defaults = property(lambda self: self.optimizer.state)
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.optimizer.step()
+        for param in self.param_groups[0]["params"]:
+            param.mul_(0.5)
+
+
+def test_a_wrapper_that_reads_parameters_without_bytes_is_named() -> None:
+    """A KeyError, or the text that zc.compile was not given it."""
+    model = nn.Linear(4, 3)
+    optimizer = Wraps(torch.optim.SGD(model.parameters(), lr=0.1))
+    zc.compile(model, optimizer, stage=3, backend="eager")
+    model(torch.ones(2, 4)).square().sum().backward()
+    with pytest.raises(zc.ZcError, match=r"Wraps.step\(\) met a parameter of shape .* it wraps SGD, and works on them"):
+        optimizer.step()
+    zc.close(model)

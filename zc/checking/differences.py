@@ -66,13 +66,8 @@ class Allowed:
 
     def compare(self, number: int, moment: Moment, loop: Loop) -> list[Difference]:
         """Every number of this rank that has a counterpart, with its distance."""
-        reference, limits = self.trace[number], self.limits[number]
-        found = []
-        for key, size in _distances(reference, moment):
-            # buffers of other ranks may be rank 0's already, or still their own
-            if key.kind != "buffer" or key.rank == 0 or not loop.config.broadcast_buffers:
-                found.append(Difference(number, key, loop.rank, size, limits[key]))
-        return found
+        limits, pairs = self.limits[number], _distances(self.trace[number], moment)
+        return [Difference(number, key, loop.rank, size, limits[key]) for key, size in pairs]
 
 
 def _distances(reference: Moment, moment: Moment) -> Iterator[tuple[Key, float]]:
