@@ -85,18 +85,20 @@ def _of_segment(node: fx.Node) -> bool:
 
 
 def _keep_getitems_close(graph: fx.Graph) -> list[fx.Node]:
-    """Program order, except that results of a multi-output node follow it at once: a tuple can't leave a segment."""
-    order: list[fx.Node] = []
-    seen: set[fx.Node] = set()
+    """Program order, except that results of a multi-output node, and of a tuple among them, follow it at once: a tuple
+    can't leave a segment."""
+    order: dict[fx.Node, None] = {}
+
+    def put_with_items(node: fx.Node) -> None:
+        order[node] = None
+        for user in node.users if not isinstance(node.meta.get("val"), torch.Tensor) else ():
+            if is_getitem(user) and user not in order:
+                put_with_items(user)
+
     for node in graph.nodes:
-        if node in seen:
-            continue
-        order.append(node)
-        for user in node.users:
-            if is_getitem(user) and not isinstance(node.meta.get("val"), torch.Tensor) and user not in seen:
-                order.append(user)
-                seen.add(user)
-    return order
+        if node not in order:
+            put_with_items(node)
+    return list(order)
 
 
 def _is_symbolic(node: fx.Node) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import flex_attention
 
 import zc
 
@@ -57,6 +58,21 @@ class Chosen(nn.Module):
         return (self.last(self.first(x[x[:, 0] > 0])),)
 
 
+class Biased(nn.Module):
+    """Attention with a bias that is learned: of a tensor that wants no gradient flex_attention makes none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(8, 8) / 4), nn.Parameter(torch.randn(1))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        q, bias = (x @ self.weight)[None, None], self.bias
+        if x.dtype == torch.float32:
+            return (flex_attention.flex_attention(q, q, q, lambda score, b, h, i, j: score + bias[0] * (i - j)),)
+        at = torch.arange(4.0)
+        return (torch.softmax(q @ q.mT / 8**0.5 + bias * (at[:, None] - at), -1) @ q,)
+
+
 def trained(model: Any, optimizer: torch.optim.Optimizer, x: Tensor, updates: int = 3) -> None:
     for _ in range(updates):
         torch.stack([output.square().mean() for output in model(x)]).sum().backward()
@@ -65,8 +81,10 @@ def trained(model: Any, optimizer: torch.optim.Optimizer, x: Tensor, updates: in
 
 
 @torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
-@pytest.mark.parametrize("make", [Holes, Penalty, Returning, Chosen])
-def test_against_float64(make: type[nn.Module]) -> None:
+@pytest.mark.parametrize("make", [Holes, Penalty, Returning, Chosen, Biased])
+def test_against_float64(make: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
+    # torch has the backward on a CPU, and refuses it as slow
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = make()

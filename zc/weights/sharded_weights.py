@@ -79,11 +79,11 @@ class ShardedWeights(Weights):
         taken = []
         for bucket, number in places:
             slot = core.plan.bucket(bucket).slots[number]
-            if bucket in flat:
-                taken.append(in_shape(flat[bucket][slot.offset : slot.stop], slot))
-            else:
-                with torch_private.without_torch_function():
-                    taken.append(core.placed[slot.name].detach())
+            with torch_private.without_torch_function():
+                param = core.placed[slot.name]
+                part = in_shape(flat[bucket][slot.offset : slot.stop], slot) if bucket in flat else param.detach()
+                # flex_attention's backward asks, and makes no gradient of a weight without
+                taken.append(part.requires_grad_(param.requires_grad))
         return taken
 
     @contextmanager
