@@ -7,11 +7,9 @@ import functools
 import gc
 import io
 import json
-import os
 import pickle
 import random
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -86,7 +84,7 @@ def _inductor(rank: int, world_size: int) -> list[tuple[list[str], str]]:
 
 
 def test_a_fault_of_inductor_is_named() -> None:
-    (fine, _), (codes, text) = run_ranks(_inductor, planted.NUM_RANKS, timeout=300.0)[0]
+    (fine, _), (codes, text) = run_ranks(_inductor, 1, timeout=300.0)[0]  # what it compiles has no rank in it
     assert fine == [] and codes == ["compiler"]
     assert "Inductor's code differs from op by op" in text and "in the same way without zc" in text
 
@@ -433,12 +431,17 @@ def test_a_report_without_a_folder_is_refused_first(tmp_path: Path, capsys: pyte
     assert f"there is no folder {tmp_path / 'missing'}. Make it first" in capsys.readouterr().err
 
 
-def test_the_command_starts_ranks_by_itself() -> None:
+def test_the_command_starts_ranks_by_itself(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     """docs/examples/check.py, as its first line says."""
-    example = Path("docs/examples/check.py")
     root = Path(__file__).resolve().parents[2]
-    line = (root / example).read_text().splitlines()[0].strip('"').split()
-    env = {**os.environ, "PYTHONPATH": str(root), "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run([sys.executable, *line[1:]], cwd=root, env=env, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "zc.check: 2 ranks" in done.stdout and "no fault found" in done.stdout
+    line = (root / "docs/examples/check.py").read_text().splitlines()[0].strip('"').split()
+    assert line[:3] == ["python", "-m", "zc"]
+    monkeypatch.chdir(root)
+    monkeypatch.setattr(sys, "argv", line[2:])
+    for name, value in (("PYTHONPATH", str(root)), ("GLOO_SOCKET_IFNAME", "lo")):
+        monkeypatch.setenv(name, value)
+    assert __main__.main() == 0
+    said = capfd.readouterr().out
+    assert "zc.check: 2 ranks" in said and "no fault found" in said

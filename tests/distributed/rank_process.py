@@ -49,11 +49,13 @@ def _fork_ranks(control: socket.socket) -> None:
 
 
 def _load_compiler() -> None:
-    """Imports what compiles, and compiles x + 1: the first graph of a process makes patterns and imports that take a
-    second, here once for all ranks. No autograd, whose threads could not be forked, and not zc, which some ranks load
-    in another text (tests/simulated_device/device_mutants.py)."""
+    """Imports zc and what compiles, and compiles x + 1: the first graph of a process makes patterns and imports that
+    take a second, here once for all ranks. No autograd, whose threads could not be forked."""
     import torch
     from torch._inductor.compile_fx import compile_fx
+
+    sys.path.insert(0, str(Path(__file__).parents[2]))  # a rank has the path of who asks
+    import zc  # noqa: F401
 
     if torch.cuda.is_available():  # asked of NVML, which can be forked; what a compiler asks can't
         return

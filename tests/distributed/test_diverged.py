@@ -22,6 +22,7 @@ from models import Heads
 from training_runs import message_of
 
 import zc
+from zc import __main__
 from zc.report import diverged
 
 EXAMPLES = ROOT / "docs" / "examples"
@@ -83,19 +84,19 @@ def _example(rank: int, world_size: int, folder: str) -> list[str]:
     return getattr(raised.value, "__notes__", [])
 
 
-def test_the_page_shows_what_the_command_prints(tmp_path: Path) -> None:
+def test_the_page_shows_what_the_command_prints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     notes = run_ranks(_example, 2, str(tmp_path), timeout=60.0)
     for rank, said in enumerate(notes) if sys.version_info >= (3, 11) else ():
         assert f"rank {rank} are in {tmp_path}. `python -m zc diff {tmp_path}` lays" in said[0]
-    printed = subprocess.run(
-        [sys.executable, "-m", "zc", "diff", str(tmp_path)],
-        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
-    )  # fmt: skip
-    assert printed.returncode == 1, printed.stderr
+    monkeypatch.setattr(sys, "argv", ["zc", "diff", str(tmp_path)])
+    assert __main__.main() == 1
+    printed = capsys.readouterr().out
     run = diverged.read(tmp_path)[0].run
     page = (ROOT / "docs" / "diverged.md").read_text()
-    shown = printed.stdout.replace(f"{EXAMPLES}/", "").replace(run, "8f0c6d1e2a47").split("\n", 2)[2].strip()
-    assert shown in page, printed.stdout
+    shown = printed.replace(f"{EXAMPLES}/", "").replace(run, "8f0c6d1e2a47").split("\n", 2)[2].strip()
+    assert shown in page, printed
 
 
 def _full_disk(rank: int, world_size: int, folder: str) -> str:
@@ -119,13 +120,9 @@ def test_a_rank_that_ends_by_its_own_error_leaves_a_file(tmp_path: Path) -> None
     script = tmp_path / "script.py"
     script.write_text(ENDS)
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    env.update(ZC_RANK_TIMEOUT="2", ZC_DIVERGED_DIR=str(tmp_path / "files"), WORLD_SIZE="2")
-    env["STORE"] = str(tmp_path / "store")
-    ranks = [
-        subprocess.Popen([sys.executable, str(script)], env={**env, "RANK": rank}, stderr=subprocess.PIPE, text=True)
-        for rank in ("0", "1")
-    ]
-    said = [rank.communicate(timeout=120 * patience())[1] for rank in ranks]
+    env.update(ZC_RANK_TIMEOUT="2", ZC_DIVERGED_DIR=str(tmp_path / "files"))
+    subprocess.run([sys.executable, str(script)], cwd=tmp_path, env=env, timeout=120 * patience(), check=False)
+    said = [(tmp_path / f"said-{rank}").read_text() for rank in (0, 1)]
     assert "LookupError" in said[1] and "LookupError" in said[0], said
     text, is_different = diverged.report(diverged.read(tmp_path / "files"))
     line = next(n for n, text in enumerate(ENDS.splitlines(), 1) if "raise" in text)
@@ -135,14 +132,19 @@ def test_a_rank_that_ends_by_its_own_error_leaves_a_file(tmp_path: Path) -> None
 
 ENDS = """
 import os, torch, torch.distributed as dist, zc
-rank = int(os.environ["RANK"])
-dist.init_process_group("gloo", store=dist.FileStore(os.environ["STORE"], 2), rank=rank, world_size=2)
+other = os.fork()
+rank = int(other == 0)
+os.dup2(os.open(f"said-{rank}", os.O_WRONLY | os.O_CREAT), 2)
+dist.init_process_group("gloo", store=dist.FileStore("store", 2), rank=rank, world_size=2)
 model = torch.nn.Linear(4, 4)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 zc.compile(model, optimizer, backend="eager")
-for step in range(3):
-    if rank == 1 and step == 2:
-        raise LookupError("planted")
-    model(torch.ones(2, 4)).sum().backward()
-    optimizer.step()
+try:
+    for step in range(3):
+        if rank == 1 and step == 2:
+            raise LookupError("planted")
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+finally:
+    other and os.waitpid(other, 0)
 """

@@ -122,7 +122,10 @@ SQUARED = (0, 1, BLOCK - 1, BLOCK, BLOCK + 1, PER_PROGRAM, 0, PER_PROGRAM + 1, 2
 
 
 def test_sums_of_squares() -> None:
-    c.check_sums_of_squares(sums_of_squares_triton, c.normals(SQUARED, (*TRAINING, c.F64), "cpu"))
+    """By default every size in one dtype, and two sizes in each: a kernel knows the dtype where it loads, alone."""
+    every = c.normals(SQUARED, (*TRAINING, c.F64) if FULL else (c.B16,), "cpu")
+    others = c.normals((BLOCK + 1, SQUARED[-2]), () if FULL else (c.F32, c.F16, c.F64), "cpu")
+    c.check_sums_of_squares(sums_of_squares_triton, every + others)
 
 
 def test_sums_of_squares_of_more_partials_than_are_added_at_a_time() -> None:
