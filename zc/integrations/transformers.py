@@ -67,12 +67,20 @@ class ZcMixin:
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """Creates the Trainer's optimizer, or uses the caller's, and compiles the model with it."""
         trainer: Any = self
-        if self._zc_model is trainer.model and self._zc_model in COMPILED:
-            return trainer.optimizer  # train() was called before: both go on
+        wrapped = getattr(trainer.optimizer, "optimizer", None)  # in Accelerate's wrapper
+        if wrapped is not None:
+            sharded_model = COMPILED.get(trainer.model)
+            if sharded_model is not None and any(one.optimizer is wrapped for one in sharded_model.optimizers):
+                return trainer.optimizer  # train() was called before: both go on
+            raise PlanError(
+                f"the Trainer's {type(wrapped).__name__} is not the optimizer that the {type(trainer.model).__name__} is "
+                "compiled with: it was closed, or another Trainer has trained it since. To begin with a new one, set "
+                "trainer.optimizer = trainer.lr_scheduler = None"
+            )
         _check(trainer)
         super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
         if self._zc_model is not None:
-            close(self._zc_model)  # of a trial before this one (model_init)
+            close(self._zc_model)  # of a trial before this one (model_init), or with another optimizer
         if trainer.model in _TRAINED:
             close(trainer.model)  # by another Trainer before this one
         plain = trainer.optimizer
