@@ -73,8 +73,8 @@ class ZcMixin:
             if sharded_model is not None and any(one.optimizer is wrapped for one in sharded_model.optimizers):
                 return trainer.optimizer  # train() was called before: both go on
             raise PlanError(
-                f"the Trainer's {type(wrapped).__name__} is not the optimizer that the {type(trainer.model).__name__} is "
-                "compiled with: it was closed, or another Trainer has trained it since. To begin with a new one, set "
+                f"the Trainer's {type(wrapped).__name__} is not the optimizer that the {type(trainer.model).__name__} "
+                "is compiled with: it was closed, or another Trainer has trained it since. To begin with a new one, set "
                 "trainer.optimizer = trainer.lr_scheduler = None"
             )
         _check(trainer)
