@@ -168,11 +168,12 @@ def test_a_plain_trainer_s_checkpoint_is_taken_up(tmp_path: Path) -> None:
         assert furthest(results[rank]["weights"], wanted[rank]["weights"]) < TOLERANCE
 
 
-def _twice(rank: int, world_size: int, folder: str, is_zc: bool) -> dict[str, Tensor]:
-    """train() called a second time goes on with the optimizer's state; another Trainer begins with a new one."""
+def _twice(rank: int, world_size: int, folder: str, is_zc: bool) -> tuple[dict[str, Tensor], str]:
+    """train() called a second time goes on with the optimizer's state; another Trainer, and this one once its
+    optimizer is None or the caller's, begins with a new one."""
     with torchrun(rank, world_size):
         arguments = _arguments(folder, **PLAIN)
-        model, data = _model(), Tokens(48)
+        model, data, trainers = _model(), Tokens(48), []
         for num_calls in (2, 1):
             trainer: Any
             if is_zc:
@@ -181,14 +182,19 @@ def _twice(rank: int, world_size: int, folder: str, is_zc: bool) -> dict[str, Te
                 trainer = Trainer(model, arguments, train_dataset=data)
             for _ in range(num_calls):
                 trainer.train()
-        return whole(model)
+            trainers.append(trainer)
+        text = message_of(trainers[0].train)[1] if is_zc else ""
+        for optimizer in (None, torch.optim.SGD(model.parameters(), lr=0.05)):
+            trainer.optimizer, trainer.lr_scheduler = optimizer, None
+            trainer.train()
+        return whole(model), text
 
 
-@full_only
-def test_training_twice(tmp_path: Path) -> None:
-    wanted = run_ranks(_twice, 2, str(tmp_path / "ddp"), False, timeout=300.0)
-    results = run_ranks(_twice, 2, str(tmp_path / "zc"), True, timeout=300.0)
-    assert furthest(results[0], wanted[0]) < TOLERANCE
+def test_training_again(tmp_path: Path) -> None:
+    wanted = run_ranks(_twice, 2, str(tmp_path), False, timeout=300.0)
+    for (result, text), by_ddp in zip(run_ranks(_twice, 2, str(tmp_path), True, timeout=300.0), wanted, strict=True):
+        assert furthest(result, by_ddp[0]) < TOLERANCE
+        assert "trainer.optimizer = trainer.lr_scheduler = None" in text
 
 
 def _trials(rank: int, world_size: int, folder: str, is_zc: bool) -> dict[str, Tensor]:

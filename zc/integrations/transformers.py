@@ -55,6 +55,7 @@ class ZcMixin:
         if zc_options is not None:
             self.zc_options = dict(zc_options)
         self._zc_model: nn.Module | None = None
+        self._zc_optimizer: Any = None  # in Accelerate's wrapper, as the Trainer keeps it
         model = kwargs.get("model", args[0] if args else None)
         if isinstance(model, nn.Module) and any(param.is_meta for param in model.parameters()):
             raise PlanError(
@@ -67,17 +68,24 @@ class ZcMixin:
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """Creates the Trainer's optimizer, or uses the caller's, and compiles the model with it."""
         trainer: Any = self
-        if self._zc_model is trainer.model and self._zc_model in COMPILED:
-            return trainer.optimizer  # train() was called before: both go on
+        if trainer.optimizer is not None and trainer.optimizer is self._zc_optimizer:
+            own, sharded_model = trainer.optimizer.optimizer, COMPILED.get(trainer.model)
+            if sharded_model is not None and any(one.optimizer is own for one in sharded_model.optimizers):
+                return trainer.optimizer  # train() was called before: both go on
+            raise PlanError(
+                f"the Trainer's {type(own).__name__} is not the optimizer that the {type(trainer.model).__name__} is "
+                "compiled with: it was closed, or another Trainer has trained the model since. To begin with a new "
+                "one, set trainer.optimizer = trainer.lr_scheduler = None"
+            )
         _check(trainer)
         super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
         if self._zc_model is not None:
-            close(self._zc_model)  # of a trial before this one (model_init)
+            close(self._zc_model)  # of a trial before this one (model_init), or with another optimizer
         if trainer.model in _TRAINED:
             close(trainer.model)  # by another Trainer before this one
         plain = trainer.optimizer
         _, trainer.optimizer = _prepare(trainer.accelerator, trainer.model, plain, **self.zc_options)
-        self._zc_model = trainer.model
+        self._zc_model, self._zc_optimizer = trainer.model, trainer.optimizer
         _TRAINED.add(trainer.model)
         return trainer.optimizer
 
