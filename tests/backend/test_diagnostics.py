@@ -132,7 +132,7 @@ class Links(HTMLParser):
 
 
 def test_the_page_needs_nothing_beside_it(tmp_path: Path) -> None:
-    model, _ = trained("aot_eager", (True,))
+    model, _ = trained("aot_eager", *[(True,)] * 4)  # the third step after the last compilation is clocked
     report = zc.explain(model, format="html", path=tmp_path / "page.html")
     assert report.path == tmp_path / "page.html"
     page = report.path.read_text()
@@ -144,7 +144,7 @@ def test_the_page_needs_nothing_beside_it(tmp_path: Path) -> None:
     for name, body in report.sections.items():
         assert name in seen and body.splitlines()[0] in seen
     launches = sum("flatten_cast" in row for body in report.sections.values() for row in body.splitlines())
-    assert page.count("<svg") > 1 and len(re.findall(r"<title>[^<]*: flatten_cast", page)) >= launches > 0
+    assert "<svg" in page and len(re.findall(r"<title>[^<]*: flatten_cast", page)) >= launches > 0
     with pytest.raises(zc.PlanError, match="'pdf'"):
         zc.explain(model, format="pdf")
 

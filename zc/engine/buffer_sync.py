@@ -197,7 +197,8 @@ class BufferSync(Part):
 
     def _take(self, packed: Tensor, buffers: list[Tensor]) -> None:
         if self._is_for_this_rank:
-            self._received.append((packed.to(buffers[0].device), buffers, _pack(buffers)))
+            before = _pack(buffers)
+            self._received.append((packed.to(before.device), buffers, before))
 
     def _in_message(self, by_device: dict[torch.device, list[Tensor]], head: Tensor) -> list[list[Tensor]]:
         """The buffers in the message with this head. After the last message, `receive_all` sends those on a GPU."""
