@@ -88,7 +88,7 @@ def check_model(model: nn.Module) -> dict[str, nn.Parameter]:
     _check_sparse(model)
     _check_devices(params)
     _check_storages(params)
-    _check_expanded(model)
+    _check_writable(model)
     return params
 
 
@@ -213,14 +213,20 @@ def _check_storages(params: dict[str, nn.Parameter]) -> None:
         spans[storage].append((low, high, name))
 
 
-def _check_expanded(model: nn.Module) -> None:
+def _check_writable(model: nn.Module) -> None:
     """Raises PlanError for a buffer or parameter into which no rank can copy rank 0's values."""
     own = left_to_ranks(model)
     for name, one in (*model.named_parameters(), *model.named_buffers()):
-        if name in own or one.layout != torch.strided or one.is_nested or one.is_meta or not one.numel():
+        if name in own or one.is_meta:
             continue
-        if any(n > 1 and s == 0 for n, s in zip(one.shape, one.stride(), strict=True)):
-            kind = "parameter" if isinstance(one, nn.Parameter) else "buffer"
+        kind = "parameter" if isinstance(one, nn.Parameter) else "buffer"
+        if one.is_nested or one.layout != torch.strided:
+            raise PlanError(
+                f"{kind} {name} {'is nested' if one.is_nested else f'has layout {one.layout}'}: zc can't copy rank 0's "
+                "values into it. Put a dense tensor in its place, or keep it as an attribute of its module that is "
+                "no buffer and no parameter"
+            )
+        if one.numel() and any(n > 1 and s == 0 for n, s in zip(one.shape, one.stride(), strict=True)):
             raise PlanError(
                 f"{kind} {name} {tuple(one.shape)} was made by expand: its strides are {one.stride()}, so several "
                 "elements are one place in memory, which can't be written. Give it its own memory by .clone()"

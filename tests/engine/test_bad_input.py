@@ -289,6 +289,22 @@ def test_another_method_than_the_class_had_is_refused(name: str) -> None:
     assert torch.equal(before, model.weight) and model.weight.grad is not None
 
 
+@pytest.mark.parametrize("says", ["has layout torch.sparse_coo", "is nested"])
+@pytest.mark.parametrize("kind", ["buffer", "parameter"])
+def test_what_takes_no_values_of_rank_0_is_refused_by_name(kind: str, says: str) -> None:
+    """torch's error named no tensor, and came when hooks were in place."""
+    model, eye = nn.Linear(4, 4), torch.eye(4)
+    eye = eye.to_sparse() if "sparse" in says else torch.nested.nested_tensor([eye])
+    model.eye = nn.Buffer(eye) if kind == "buffer" else nn.Parameter(eye, requires_grad=False)
+    optimizer = torch.optim.SGD([model.weight, model.bias], lr=0.1)
+    with pytest.raises(zc.PlanError, match=rf"{kind} eye {says}.*: zc can't copy rank 0's values into it"):
+        zc.compile(model, optimizer, backend="eager")
+    del model.eye
+    model.eye = eye
+    zc.compile(model, optimizer, backend="eager")
+    zc.close(model)
+
+
 @pytest.mark.parametrize("shape", [(4,), (3, 4)])
 @pytest.mark.parametrize("kind", ["buffer", "parameter"])
 def test_what_was_expanded_is_refused_by_name(kind: str, shape: tuple[int, ...]) -> None:
