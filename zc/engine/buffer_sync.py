@@ -110,12 +110,15 @@ class BufferSync(Part):
         """Copies what rank 0 has sent into buffers that have not been written since, through ``.data``, as DDP does: a
         backward may still need their versions."""
         while self._received:
-            packed, buffers, before = self._received.pop(0)
-            sizes = [buffer.nbytes for buffer in buffers]
-            columns = (torch.split(each, sizes) for each in (packed, before, _pack(buffers)))
-            for buffer, sent, then, now in zip(buffers, *columns, strict=True):
-                new = torch.where((now == then).all(), sent, now)  # the host does not wait for a device
-                buffer.data.copy_(new.view(buffer.dtype).view(buffer.shape))
+            with torch_private.outside_of_func_transforms():  # which may write no buffer
+                self._take_over(*self._received.pop(0))
+
+    def _take_over(self, packed: Tensor, buffers: list[Tensor], before: Tensor) -> None:
+        sizes = [buffer.nbytes for buffer in buffers]
+        columns = (torch.split(each, sizes) for each in (packed, before, _pack(buffers)))
+        for buffer, sent, then, now in zip(buffers, *columns, strict=True):
+            new = torch.where((now == then).all(), sent, now)  # the host does not wait for a device
+            buffer.data.copy_(new.view(buffer.dtype).view(buffer.shape))
 
     def _by_device(self) -> dict[torch.device, list[Tensor]]:
         """The model's buffers by device, in one order on all ranks. The widest elements come first, so each buffer is
