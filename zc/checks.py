@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -87,8 +87,8 @@ def check_model(model: nn.Module) -> dict[str, nn.Parameter]:
     _check_tensors(params)
     _check_sparse(model)
     _check_devices(params)
-    _check_storages(params)
     _check_writable(model)
+    _check_storages(params, _untrained(model, params))
     return params
 
 
@@ -127,7 +127,7 @@ def check_optimizers(model: nn.Module, params: Mapping[str, nn.Parameter], optim
 def check_added(params: dict[str, nn.Parameter], optimizers: Sequence[Optimizer], device: torch.device) -> None:
     """Checks the parameters that `zc.recompile` adds to a plan on ``device``, as `check_model` does."""
     _check_tensors(params)
-    _check_storages(params)
+    _check_storages(params, {})
     _check_owners(params, optimizers)
     for name, param in params.items():
         if param.device != device:
@@ -193,24 +193,35 @@ def _check_devices(params: dict[str, nn.Parameter]) -> None:
         )
 
 
-def _check_storages(params: dict[str, nn.Parameter]) -> None:
-    """Raises PlanError for two parameters that share a part of a storage, because they get different places in
-    flat_param. (A tied weight is one tensor under two names, which named_parameters lists once.)"""
+def _check_storages(params: Mapping[str, nn.Parameter], untrained: Mapping[str, Tensor]) -> None:
+    """Raises PlanError for a parameter that shares a part of a storage with another one, or with one of ``untrained``:
+    it gets its own place in flat_param, where they would see no update. (A tied weight is one tensor under two names,
+    which named_parameters lists once.)"""
     spans: dict[int, list[tuple[int, int, str]]] = {}
-    for name, param in params.items():
-        if param.numel() == 0:
+    for name, one in (*params.items(), *untrained.items()):
+        if one.numel() == 0:
             continue
-        low = int(param.storage_offset()) * param.element_size()
-        extent = sum((size - 1) * stride for size, stride in zip(param.shape, param.stride(), strict=True))
-        high = low + int(extent + 1) * param.element_size()
-        storage = _storage_of(param)
+        low = int(one.storage_offset()) * one.element_size()
+        extent = sum((size - 1) * stride for size, stride in zip(one.shape, one.stride(), strict=True))
+        high = low + int(extent + 1) * one.element_size()
+        storage = _storage_of(one)
         for other_low, other_high, other in spans.setdefault(storage, []):
             if low < other_high and other_low < high:
+                what, way = "parameters", "tie weights by assigning the same Parameter to both modules"
+                if name in untrained:
+                    what, way = "a parameter and what takes no gradient,", f"give {name} memory of its own by .clone()"
                 raise PlanError(
-                    f"parameters {other} and {name} share a part of one storage (bytes {other_low}:{other_high} and "
-                    f"{low}:{high}); tie weights by assigning the same Parameter to both modules"
+                    f"{what} {other} and {name} share a part of one storage (bytes {other_low}:{other_high} and "
+                    f"{low}:{high}); {way}"
                 )
-        spans[storage].append((low, high, name))
+        if name in params:
+            spans[storage].append((low, high, name))
+
+
+def _untrained(model: nn.Module, params: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    """The buffers and frozen parameters that lie in one storage, and wrap no other tensors."""
+    every = (*model.named_parameters(), *model.named_buffers())
+    return {n: t for n, t in every if n not in params and type(t.data) is Tensor and t.layout == torch.strided}
 
 
 def _check_writable(model: nn.Module) -> None:
@@ -251,8 +262,9 @@ def shardable(model: nn.Module, params: Mapping[str, nn.Parameter]) -> dict[str,
     }
 
 
-def _storage_of(param: nn.Parameter) -> int:
-    return param.untyped_storage().data_ptr() or torch_private.storage_number(param)  # one without bytes has no address
+def _storage_of(tensor: Tensor) -> int:
+    # one without bytes has no address
+    return tensor.untyped_storage().data_ptr() or torch_private.storage_number(tensor)
 
 
 def _check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
