@@ -354,19 +354,23 @@ def test_a_buffer_that_is_new_is_rank_0s_in_the_next_forward(how: str) -> None:
         assert ours == theirs == [0.0] * 3
 
 
-def _train_under_grad(rank: int, world_size: int) -> list[list[float]]:
-    model = Codebook()
+def _train_under_grad(rank: int, world_size: int) -> list[list[list[float]]]:
+    """Job: the buffers after a forward under torch.func, and of the closed model after one more update."""
+    model, seen = Codebook(), []
     zc.compile(model, optimizer := SGD(model.parameters(), lr=0.1), stage=2, backend="eager")
     for step in range(2):
         x = _batch(rank, step, 0)[0]
-        model(x).sum().backward()
+        model.train()(x).sum().backward()
         optimizer.step()
-        torch.func.grad(lambda x: model.eval()(x).sum())(x)
-        model.train()
-    return [value.flatten().tolist() for value in model.buffers()]
+        if step == 0:
+            torch.func.grad(lambda x: model.eval()(x).sum())(x)
+        else:
+            zc.close(model)
+        seen.append([value.flatten().tolist() for value in model.buffers()])
+    return seen
 
 
-def test_buffers_arrive_in_a_forward_under_torch_func() -> None:
+def test_buffers_arrive_in_a_forward_under_torch_func_and_at_the_end() -> None:
     """Such a transform may write no buffer that it did not make: all ranks but rank 0 raised."""
     first, second = run_ranks(_train_under_grad, 2)
     assert first == second
