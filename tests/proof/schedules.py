@@ -3,6 +3,7 @@ the passes under test."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import operator
 from collections.abc import Callable, Iterator, Sequence
@@ -273,8 +274,14 @@ def offloaded() -> Iterator[Case]:
     yield Case("offload cpu encdec b12 r3 s2 w2", plan, (graph, step_of(plan), graph))
 
 
-def cases() -> Iterator[Case]:
-    """What the proof is shown on: every schedule twice in a row at least, so that the carried events count."""
+@functools.cache
+def cases() -> tuple[Case, ...]:
+    """What the proof is shown on: every schedule twice in a row at least, so that the carried events count. Made once,
+    a second of CPU; nobody writes to them."""
+    return tuple(_made())
+
+
+def _made() -> Iterator[Case]:
     for shape in SHAPES:
         for num_buckets, ring, stage in (
             (1, 1, 2), (2, 1, 2), (3, 2, 2), (4, 2, 2), (5, 3, 2), (8, 4, 2), (3, 1, 2), (2, 2, 1), (4, 2, 1),

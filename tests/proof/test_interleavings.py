@@ -16,7 +16,7 @@ def num_orders(case: Case) -> int:
     return 6 if len(case.plan.buckets) < 8 else 3 if len(case.plan.buckets) < 64 else 1
 
 
-@pytest.mark.parametrize("case", list(cases()), ids=lambda c: c.name)
+@pytest.mark.parametrize("case", cases(), ids=lambda c: c.name)
 def test_one_result_under_all_orders(case: Case) -> None:
     reference = simulation.run(case, adversary.in_order)
     assert simulation.same(reference, reference), "the program order itself gives NaN"

@@ -16,7 +16,7 @@ from zc.passes.verify import examine, verify
 
 pytestmark = pytest.mark.check
 
-ALL = list(cases())
+ALL = cases()
 
 
 def sample(case: Case, few: int, some: int, many: int) -> int:
