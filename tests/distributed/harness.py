@@ -2,8 +2,9 @@
 
 `run_ranks(fn, world_size, *args)` calls the top-level function ``fn(rank, world_size, *args)`` in ``world_size``
 processes that share a fresh gloo group, and returns their results by rank. Processes stay: a pool grows to the largest
-world size that was asked for, and a smaller job uses its first ranks. `import torch` costs seconds, so two templates
-import it, and fork the ranks: two, because ranks with one hash seed would hide an order that depends on it.
+world size that was asked for, and a smaller job uses its first ranks. `import torch` costs seconds, so two processes
+import it for all of xdist's workers, and fork a template for each, which forks its ranks: two, because ranks with one
+hash seed would hide an order that depends on it.
 
 A rank's exception comes back as a `RanksFailed` that names the rank and holds its traceback. A rank that does not
 return within the limit (most often: it waits in a collective that the others never entered) is asked for the
@@ -106,9 +107,17 @@ class RanksFailed(AssertionError):
 class _Template:
     """A process that forks ranks (rank_process.py)."""
 
-    def __init__(self, log: Path, compiled: Path) -> None:
-        self._socket, child = socket.socketpair()
-        self.log = log
+    def __init__(self, path: Path, compiled: Path) -> None:
+        """``path``: where the process listens that forks templates. The first that finds nobody there starts it."""
+        self._socket, self.log = socket.socket(socket.AF_UNIX), path.with_suffix(".log")
+        self._imported: subprocess.Popen[bytes] | None = None
+        try:
+            self._socket.connect(str(path))
+        except OSError:
+            self._imported = self._import_torch(path, compiled)
+            self._socket.connect(str(path))
+
+    def _import_torch(self, path: Path, compiled: Path) -> subprocess.Popen[bytes]:
         left_out = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "PYTHONHASHSEED")
         env = {k: v for k, v in os.environ.items() if k not in left_out}
         env.update(
@@ -119,14 +128,15 @@ class _Template:
             TORCHINDUCTOR_CACHE_DIR=str(compiled),
             TORCHINDUCTOR_COMPILE_THREADS="1",
             PYTHONUNBUFFERED="1",
-            ZC_DIVERGED_DIR=str(self.log.parent / "diverged"),  # what ranks leave that differ, as many tests let them
         )
-        with self.log.open("wb") as output:
-            self._process = subprocess.Popen(
-                [sys.executable, str(SERVER), str(child.fileno())],
-                pass_fds=(child.fileno(),), stdout=output, stderr=subprocess.STDOUT, env=env,
+        with socket.socket(socket.AF_UNIX) as listener, self.log.open("ab") as output:
+            listener.bind(f"{path}-{os.getpid()}")
+            listener.listen()
+            os.rename(f"{path}-{os.getpid()}", path)  # who finds it can connect, and waits for torch in `ask`
+            return subprocess.Popen(
+                [sys.executable, str(SERVER), str(listener.fileno())], pass_fds=(listener.fileno(),),
+                stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT, env=env,
             )  # fmt: skip
-        child.close()
 
     def ask(self, *request: Any, descriptors: tuple[int, ...] = ()) -> int:
         """One request, one answer. The first answer comes when torch is imported; that is no job's time."""
@@ -140,8 +150,9 @@ class _Template:
 
     def close(self) -> None:
         self._socket.close()
-        self._process.kill()
-        self._process.wait()
+        if self._imported is not None:  # the templates that it has forked for others stay
+            self._imported.kill()
+            self._imported.communicate()
 
 
 def tail(log: Path, num_chars: int = 1500) -> str:
@@ -182,7 +193,7 @@ class _Rank:
 
 
 class _Templates:
-    """The templates of this process, which all its pools share: to start one takes 8 s of a core."""
+    """The templates of this process, which all its pools share."""
 
     def __init__(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="zc-templates-"))
@@ -191,8 +202,7 @@ class _Templates:
 
     def start(self, number: int) -> None:
         while len(self._started) < number:
-            log = self.folder / f"template{len(self._started)}.log"
-            self._started.append(_Template(log, self._compiled))
+            self._started.append(_Template(self._compiled.parent / f"template{len(self._started)}", self._compiled))
 
     def of_rank(self, rank: int) -> _Template:
         return self._started[rank % NUM_TEMPLATES]

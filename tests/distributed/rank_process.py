@@ -1,5 +1,6 @@
-"""A template, which imports torch once and forks ranks, and what a rank does: one job after the other, each in a fresh
-group. harness.py starts it, with the descriptor of a socket to itself."""
+"""What imports torch once and forks a template for each process of a run of pytest; a template, which forks ranks; and
+what a rank does: one job after the other, each in a fresh group. harness.py starts it, with the descriptor of the socket
+where it listens."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import faulthandler
 import gc
 import os
 import pickle
+import select
 import signal
 import socket
 import sys
@@ -24,13 +26,26 @@ RUNNING = 1000  # no exit code
 PR_SET_PDEATHSIG = 1  # sys/prctl.h
 
 
-def _fork_ranks(control: socket.socket) -> None:
-    """Answers each request of the harness with a number, until the harness ends. "start": forks a rank, which gets the
-    descriptor of its connection; its process id. "poll", "wait": its exit code, negative for a signal, or RUNNING."""
+def _fork_templates(listener: socket.socket) -> None:
+    """One for each harness that connects, until the one that started this ends: that closes the other end of stdin."""
     _load_compiler()
     leave_out_guard_timing()
     gc.freeze()  # ranks need not walk what is imported, nor copy its pages
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the harness, interrupted as well, still asks for the ends of ranks
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how a template has ended
+    while sys.stdin not in select.select([listener, sys.stdin], [], [])[0]:
+        control, _ = listener.accept()
+        if os.fork() == 0:
+            listener.close()
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            _fork_ranks(control)
+            os._exit(0)
+        control.close()
+
+
+def _fork_ranks(control: socket.socket) -> None:
+    """Answers each request of the harness with a number, until the harness ends. "start": forks a rank, which gets the
+    descriptor of its connection; its process id. "poll", "wait": its exit code, negative for a signal, or RUNNING."""
     while True:
         request, descriptors, _, _ = socket.recv_fds(control, 4096, 1)
         if not request:
@@ -85,6 +100,7 @@ def _become_rank(descriptor: int, log: str, stacks: str) -> None:
     output = os.open(log, os.O_WRONLY | os.O_CREAT)
     os.dup2(output, 1)
     os.dup2(output, 2)
+    os.environ["ZC_DIVERGED_DIR"] = str(Path(log).parents[1] / "diverged")  # what differs, as many tests let it
     code = 1
     try:
         _serve(Connection(descriptor), stacks)
@@ -205,4 +221,4 @@ def collect() -> None:
 
 
 if __name__ == "__main__":
-    _fork_ranks(socket.socket(fileno=int(sys.argv[1])))
+    _fork_templates(socket.socket(fileno=int(sys.argv[1])))
