@@ -27,7 +27,7 @@ for folder in (HERE, *(HERE / name for name in ("cuda", "distributed", "engine",
         sys.path.insert(0, str(folder))
 
 from crashed_workers import pytest_xdist_make_scheduler  # noqa: E402, F401  (a hook of pytest's)
-from harness import keep_kernels  # noqa: E402
+from harness import compiled_code, keep_kernels, probed  # noqa: E402
 from progress_lines import ProgressLines  # noqa: E402
 from rank_process import leave_out_guard_timing  # noqa: E402
 
@@ -35,7 +35,9 @@ from rank_process import leave_out_guard_timing  # noqa: E402
 def pytest_configure(config: pytest.Config) -> None:
     """Compiled code of this run, for all of its processes: xdist's workers are started later, with this environment."""
     if not hasattr(config, "workerinput"):
-        os.environ["ZC_TEST_COMPILED"] = tempfile.mkdtemp(prefix="zc-compiled-")
+        folder = Path(tempfile.mkdtemp(prefix="zc-compiled-"))
+        os.environ["ZC_TEST_COMPILED"] = str(folder)
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(compiled_code(folder))  # the user's has graphs of other checkouts
         config.pluginmanager.register(ProgressLines(config))
 
 
@@ -50,6 +52,19 @@ def pytest_collection_finish() -> None:
     if "torch._dynamo.guards" in sys.modules:
         leave_out_guard_timing()
     gc.freeze()  # modules and tests stay to the end: tests that collect garbage need not walk them, 0.7 s each time
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Empty but for what the C++ compiler has made of like kernels before."""
+    import torch
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    shutil.copytree(probed(), tmp_path / "inductor")
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+    keep_kernels(tmp_path)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import logging
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from harness import keep_kernels, probed
 from tiers import FULL, full_only
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch._functorch import config
 
 import zc
+
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 class Net(nn.Module):
@@ -60,17 +60,6 @@ class Convolutions(nn.Module):
 class NormedConvolutions(Convolutions):
     def __init__(self) -> None:
         super().__init__(is_written=True)
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Empty but for what the C++ compiler has made of like kernels before."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
-    shutil.copytree(probed(), tmp_path / "inductor")
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
-    keep_kernels(tmp_path)
 
 
 def steps(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, count: int = 3) -> list[Tensor]:

@@ -1,6 +1,6 @@
 """What imports torch once and forks a template for each process of a run of pytest; a template, which forks ranks; and
-what a rank does: one job after the other, each in a fresh group. harness.py starts it, with the descriptor of the socket
-where it listens."""
+what a rank does: one job after the other, each in a fresh group. harness.py starts it, with the descriptor of a socket
+that listens."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from documents import PAGES, ROOT, Block, blocks, with_diffs
-from harness import compiled_code, patience, run_ranks
+from harness import patience, run_ranks
 from tiers import full_only
 from torch import nn
 from torch.nn import functional as F
@@ -133,7 +133,6 @@ def launched(*command: str, ranks: int) -> str:
     """As the example's first line says; gloo by the loopback, compiled code in the run's own folder, as in all tests:
     the user's is shared with whatever else runs or cleans up."""
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    env["TORCHINDUCTOR_CACHE_DIR"] = str(compiled_code(Path(tempfile.gettempdir())))
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     limit = 300 * patience()
     done = subprocess.run(

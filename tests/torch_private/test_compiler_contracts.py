@@ -12,7 +12,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -424,14 +423,14 @@ def test_whether_a_backward_keeps_its_graph() -> None:
     "compile_graph output_code_class dump_graph load_graph with_forward_metadata",
     "AOTAutograd's cache: its key's tag, bundled entries, OutputCode, or GraphPickler",
 )
-def test_graphs_out_of_the_cache_go_through_the_hook_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("own_cache")
+def test_graphs_out_of_the_cache_go_through_the_hook_again() -> None:
     from torch._dynamo.utils import counters
     from torch._functorch import config as functorch_config
     from torch._inductor.compile_fx import compile_fx
 
     from zc.compiler.saved import cached
 
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     seen: list[tuple[bool, str, list[int], bool]] = []
 
     def hook(traced: Any) -> Any:
