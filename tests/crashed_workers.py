@@ -18,7 +18,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     from xdist.scheduler import LoadFileScheduling
 
     class Files(LoadFileScheduling):
-        """Relies on the three private names below, of xdist 3.8."""
+        """Relies on the private names below, of xdist 3.8."""
+
+        def _split_scope(self, nodeid: str) -> str:
+            """One worker has all of a folder that needs transformers: each of its ranks imports it, 2 CPU s."""
+            file = str(super()._split_scope(nodeid))
+            return "integrations" if file.startswith(("tests/integrations/", "tests/models/")) else file
 
         def remove_node(self, node: Any) -> str | None:
             """A worker has ended. What it was running is not run again."""
