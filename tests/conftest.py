@@ -27,7 +27,7 @@ for folder in (HERE, *(HERE / name for name in ("cuda", "distributed", "engine",
         sys.path.insert(0, str(folder))
 
 from crashed_workers import pytest_xdist_make_scheduler  # noqa: E402, F401  (a hook of pytest's)
-from harness import compiled_code, keep_kernels, probed  # noqa: E402
+from harness import compiled_code, keep_kernels, kept_kernels  # noqa: E402
 from progress_lines import ProgressLines  # noqa: E402
 from rank_process import leave_out_guard_timing  # noqa: E402
 
@@ -60,7 +60,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     import torch
 
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
-    shutil.copytree(probed(), tmp_path / "inductor")
+    shutil.copytree(kept_kernels(), tmp_path / "inductor")
     torch.compiler.reset()
     yield
     torch.compiler.reset()

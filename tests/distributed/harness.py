@@ -10,9 +10,8 @@ A rank's exception comes back as a `RanksFailed` that names the rank and holds i
 return within the limit (most often: it waits in a collective that the others never entered) is asked for the
 stacks of all its threads, then killed, and the pool is rebuilt: one hanging test costs one test.
 
-Limits are for a machine that does nothing else: `patience` makes them longer on another. Inductor asks a C++ compiler
-about the processor once per checkout, in no job's time (`probed`), and compiles into one folder per run
-(`compiled_code`), where only the C++ kernels of earlier runs are when that begins.
+Limits are for a machine that does nothing else: `patience` makes them longer on another. Inductor compiles into one
+folder per run (`compiled_code`), where only the C++ kernels of earlier runs are when that begins.
 """
 
 from __future__ import annotations
@@ -41,7 +40,9 @@ GRACE_S = 10.0  # how long the other ranks may go on after one has failed: time 
 ROOT = Path(__file__).resolve().parents[2]
 SERVER = Path(__file__).with_name("rank_process.py")
 NUM_TEMPLATES = 2
-PROBE = "import torch._inductor.cpu_vec_isa as isa; print(isa.pick_vec_isa())"
+# Inductor believes the processor of its vector instructions, in all processes of the tests. Else each starts Python six
+# times to try them, 0.9 CPU s, and the first of a checkout compiles three probes, 8 CPU s. Set it to "" for that.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 
 def patience() -> float:
@@ -52,20 +53,11 @@ def patience() -> float:
     return max(1.0, float(setting) if setting else os.getloadavg()[0] / cores)
 
 
-def probed(cache: Path = ROOT / "build" / "processor") -> Path:
-    """A folder of Inductor's with what it has found out about the processor; made once for this Python and its torch.
-
-    Where that fails, there is no compiler, say, the folder is empty, and those tests fail that need one.
-    """
+def kept_kernels(cache: Path = ROOT / "build" / "kernels") -> Path:
+    """The folder where C++ kernels stay between runs, of this Python and its torch."""
     version = importlib.metadata.version("torch")
     folder = cache / f"{version}-{sys.version_info.major}.{sys.version_info.minor}"
-    if not folder.exists():
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        making = Path(tempfile.mkdtemp(dir=folder.parent))
-        env = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(making), "OMP_NUM_THREADS": "1"}
-        subprocess.run([sys.executable, "-c", PROBE], env=env, capture_output=True, timeout=600 * patience())
-        with contextlib.suppress(OSError):  # another session was first
-            making.rename(folder)
+    folder.mkdir(parents=True, exist_ok=True)
     return folder
 
 
@@ -75,7 +67,7 @@ def compiled_code(alone: Path) -> Path:
     folder = Path(os.environ.get("ZC_TEST_COMPILED") or alone) / "inductor"
     if not folder.exists():
         making = Path(tempfile.mkdtemp(dir=folder.parent))
-        shutil.copytree(probed(), making, dirs_exist_ok=True)
+        shutil.copytree(kept_kernels(), making, dirs_exist_ok=True)
         with contextlib.suppress(OSError):  # another process was first
             making.rename(folder)
     return folder
@@ -86,7 +78,7 @@ def keep_kernels(compiled: Path) -> None:
     Inductor names it after a hash of its source and of the command. Graphs are not kept, every run compiles those."""
     for library in compiled.glob("inductor/*/*.main.so"):
         for file in (library.with_suffix(".cpp"), library):
-            kept = probed() / file.relative_to(compiled / "inductor")
+            kept = kept_kernels() / file.relative_to(compiled / "inductor")
             if not kept.exists():
                 kept.parent.mkdir(exist_ok=True)
                 with tempfile.NamedTemporaryFile(dir=kept.parent, delete=False) as copy:

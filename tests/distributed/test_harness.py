@@ -8,14 +8,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from unittest import mock
 
 import harness
 import pytest
 import torch
 import torch.distributed as dist
-from harness import RanksFailed, patience, probed, run_ranks
-from tiers import full_only
+from harness import RanksFailed, patience, run_ranks
 
 
 def _pid_and_sum(rank: int, world_size: int, factor: float) -> tuple[int, float, float, int]:
@@ -91,24 +89,6 @@ def test_limits_grow_with_what_the_machine_has_to_do(monkeypatch: pytest.MonkeyP
     assert patience() == 3.0
     with pytest.raises(RanksFailed, match="timed out after 3 s"):
         run_ranks(_rank_0_waits_for_ever, 2, timeout=1)
-
-
-def _probes_the_processor(rank: int, world_size: int) -> tuple[str, int]:
-    """What Inductor takes the processor for, and how often it starts a C++ compiler to find out."""
-    from torch._inductor import cpu_vec_isa
-    from torch._inductor.cpp_builder import CppBuilder
-
-    with mock.patch.object(CppBuilder, "build", autospec=True) as build:
-        return str(cpu_vec_isa.pick_vec_isa()), build.call_count
-
-
-@full_only
-def test_what_inductor_finds_out_about_the_processor_is_no_job_s_time() -> None:
-    """The probes of torch 2.11 take two minutes on a loaded machine: a job's whole limit."""
-    harness.shutdown()  # ranks that have not asked before
-    (name, times), _ = run_ranks(_probes_the_processor, 2)
-    assert times == 0
-    assert name != "INVALID_VEC_ISA" or not any(probed().iterdir())
 
 
 def test_a_rank_that_fails_lets_the_others_go_at_once() -> None:
@@ -211,7 +191,7 @@ def test_kernels_are_kept_for_the_next_run_and_graphs_are_not(tmp_path: Path, mo
     kept.mkdir()
     for name in ("key.main.so", "key.main.cpp", "graph.py"):
         (made / name).write_text(name)
-    monkeypatch.setattr(harness, "probed", lambda: kept)
+    monkeypatch.setattr(harness, "kept_kernels", lambda: kept)
     for _ in range(2):  # two runs make the same
         harness.keep_kernels(tmp_path / "run")
     assert {file.name: file.read_text() for file in (kept / "ab").iterdir()} == {

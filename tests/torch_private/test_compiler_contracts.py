@@ -20,6 +20,7 @@ import torch
 from contract import contract
 from torch import Tensor, fx, nn
 from torch._dynamo.exc import BackendCompilerFailed
+from torch._inductor import config
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -560,6 +561,7 @@ def test_values_learn_of_other_strides() -> None:
 
 @contract("probe_vector_units", "the probes of vector instructions in torch._inductor.cpu_vec_isa")
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="elsewhere Inductor probes one set of instructions")
+@config.patch({"cpp.vec_isa_ok": None})  # the tests' environment has "1"
 def test_probes_of_vector_instructions_run_beside_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch._inductor import cpu_vec_isa
 
