@@ -338,7 +338,8 @@ def _recompile(model: nn.Module, compiled: ShardedModel) -> None:
     find_again(runtime.block_places)
     weights.install_hooks(model)
     guards.pickle_without_hooks(model, weights)
-    frozen = {n: p for n, p in model.named_parameters() if runtime.params.get(n) is not p}
+    trained = {id(param) for param in runtime.params.values()}  # a module around it may have changed its name
+    frozen = {n: p for n, p in model.named_parameters() if id(p) not in trained}
     known = {id(param) for param in runtime.frozen.values()}
     own = left_to_ranks(model)
     broadcast([p for n, p in frozen.items() if id(p) not in known and n not in own], ranks)
@@ -352,11 +353,13 @@ def _replaced(model: nn.Module, placed: Mapping[str, nn.Parameter]) -> dict[str,
     names = {param: name for name, param in model.named_parameters()}
     now = dict(model.named_parameters(remove_duplicate=False))
     replaced = {name: param for name, param in placed.items() if now.get(name, param) is not param}
-    for name, param in replaced.items():
-        if param in names:
+    moved = {name: names[param] for name, param in placed.items() if param in names and now.get(name) is not param}
+    for name, called in moved.items():
+        if other := {name, called} & replaced.keys():
             raise PlanError(
-                f"parameter {name} is called {names[param]} now, and {name} is another one: zc.recompile takes new "
-                "parameters under old names, and moves none. Put it back, or call zc.close(model) and compile again"
+                f"parameter {name} is called {called} now, and {min(other)} is another one than before: zc.recompile "
+                "takes new parameters under old names, and moves none. Put it back, or call zc.close(model) and "
+                "compile again"
             )
     return replaced
 

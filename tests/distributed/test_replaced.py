@@ -113,6 +113,12 @@ def _refuse(rank: int, world_size: int, stage: int, folder: str) -> list[str]:
     refused(zc.ZcError, update, model, optimizer, 1)
     refused(zc.PlanError, zc.recompile, model)
     model[0], model[2] = model[2], model[0]
+    last = model[4]
+    model[2] = last
+    del model[4]
+    refused(zc.PlanError, zc.recompile, model)
+    model[2] = old
+    model.append(last)
     optimizer.zero_grad()
     update(model, optimizer, 1)
     if stage < 3:
@@ -123,25 +129,32 @@ def _refuse(rank: int, world_size: int, stage: int, folder: str) -> list[str]:
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_replaced_parameter_is_refused_by_name_until_it_has_a_place(stage: int, tmp_path: Path) -> None:
-    for saved, lacking, swapped, moved, *assigned in run_ranks(_refuse, 2, stage, str(tmp_path / "saved")):
+    for saved, lacking, swapped, moved, taken, *assigned in run_ranks(_refuse, 2, stage, str(tmp_path / "saved")):
         assert "parameter 2.weight is another one now: it was (16, 16) torch.float32" in saved
         assert "the optimizer lacks 2 trainable parameter(s)" in lacking
         assert "0.weight is another one now" in swapped and "under another name" in swapped
         assert "parameter 0.weight is called 2.weight now" in moved
+        assert "parameter 4.weight is called 2.weight now" in taken
         assert len(assigned) == (stage < 3) and all("assign=True" in text for text in assigned)
 
 
-def test_a_parameter_that_is_tied_to_another_one_leaves() -> None:
-    """With overlap_gather the next step looked for it: KeyError after the update, before its gathers."""
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_a_parameter_that_is_tied_to_another_one_leaves_and_one_that_is_wrapped_stays(is_tied: bool) -> None:
+    """With overlap_gather the step after a tie looked for it: KeyError after the update, before its gathers. A wrapped
+    one was taken for a frozen one, and each step asked for zc.recompile."""
     torch.manual_seed(0)
     model, x = mlp(depth=3), torch.ones(4, 16)
     twin = copy.deepcopy(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    zc.compile(model, optimizer, backend="eager", overlap_gather=True)
-    for each in (model, twin):
-        each[2].weight = each[0].weight
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, twin)]
+    zc.compile(model, optimizers[0], backend="eager", overlap_gather=True)
+    for each, optimizer in zip((model, twin), optimizers, strict=True):
+        if is_tied:
+            each[2].weight = each[0].weight
+        else:
+            each[2] = nn.Sequential(each[2], layer())
+            optimizer.add_param_group({"params": list(each[2][1].parameters())})
     zc.recompile(model)
-    for each, update_of in ((model, optimizer), (twin, torch.optim.SGD(twin.parameters(), lr=0.1))):
+    for each, optimizer in zip((model, twin), optimizers, strict=True):
         mean_square(each, (x, x)).backward()
-        update_of.step()
+        optimizer.step()
     assert all(map(torch.allclose, model.parameters(), twin.parameters()))
