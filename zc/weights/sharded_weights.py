@@ -348,7 +348,7 @@ class ShardedWeights(Weights):
         shards are lost."""
         core = self.core
         if core.plan.world_size == 1:
-            self.whole.unshard(core.buffers.filled, is_exact=True)
+            self.whole.unshard(set(core.sharded_buckets).intersection(core.buffers.filled), is_exact=True)
         self.managed.release()
         for bucket in core.plan.sharded:
             for slot, param in core.params_in(bucket):
