@@ -286,10 +286,12 @@ def _check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
             )
     by_param = [state for key, state in optimizer.state.items() if not isinstance(key, str)]
     if not all(map(_is_fresh, by_param)):
+        name, keys = type(optimizer).__name__, [*{str(key): None for state in by_param for key in state}]
+        fresh = "" if "step" in keys else f". If a fresh {name} has its {some(keys)} already, zc can't train with it"
         raise PlanError(
-            f"the {type(optimizer).__name__} has state for {len(by_param)} parameters already, of steps without "
+            f"the {name} has state for {len(by_param)} parameters already, of steps without "
             "zc (DDP's, say): give zc.compile a fresh optimizer, then load the state of the old one by "
-            'zc.load_state_dict(model, optimizer, {"model": model.state_dict(), "optimizer": old.state_dict()})'
+            'zc.load_state_dict(model, optimizer, {"model": model.state_dict(), "optimizer": old.state_dict()})' + fresh
         )
 
 
