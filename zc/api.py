@@ -338,7 +338,8 @@ def _recompile(model: nn.Module, compiled: ShardedModel) -> None:
     find_again(runtime.block_places)
     weights.install_hooks(model)
     guards.pickle_without_hooks(model, weights)
-    frozen = {n: p for n, p in model.named_parameters() if runtime.params.get(n) is not p}
+    trained = {id(param) for param in runtime.params.values()}  # one that is tied now may come under another name first
+    frozen = {n: p for n, p in model.named_parameters() if id(p) not in trained}
     known = {id(param) for param in runtime.frozen.values()}
     own = left_to_ranks(model)
     broadcast([p for n, p in frozen.items() if id(p) not in known and n not in own], ranks)
