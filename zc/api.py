@@ -313,7 +313,7 @@ def _recompile(model: nn.Module, compiled: ShardedModel) -> None:
         params = {n: p for n, p in trainable(model).items() if id(p) not in known}
         optimizers = tuple(sharded_optimizer.optimizer for sharded_optimizer in compiled.optimizers)
         check_shared(model, params)
-        check_added(params, optimizers, runtime.plan.buckets[0].device)
+        check_added(model, params, optimizers, runtime.plan.buckets[0].device)
         rules = tuple(sharded_optimizer.rule for sharded_optimizer in compiled.optimizers)
         added = Assignment(compiled.container, optimizers, rules, params, owners_of(params, optimizers))
         plan = _longer_plan(model, runtime.plan.without(left), added, config, ranks)
@@ -338,7 +338,7 @@ def _recompile(model: nn.Module, compiled: ShardedModel) -> None:
     find_again(runtime.block_places)
     weights.install_hooks(model)
     guards.pickle_without_hooks(model, weights)
-    trained = {id(param) for param in runtime.params.values()}  # a module around it may have changed its name
+    trained = {id(param) for param in runtime.params.values()}  # its first name may be another one now
     frozen = {n: p for n, p in model.named_parameters() if id(p) not in trained}
     known = {id(param) for param in runtime.frozen.values()}
     own = left_to_ranks(model)

@@ -88,7 +88,7 @@ def check_model(model: nn.Module) -> dict[str, nn.Parameter]:
     _check_sparse(model)
     _check_devices(params)
     _check_writable(model)
-    _check_storages(params, _untrained(model, params))
+    _check_storages(params, _others(model, params))
     return params
 
 
@@ -124,10 +124,14 @@ def check_optimizers(model: nn.Module, params: Mapping[str, nn.Parameter], optim
     _check_owners(params, optimizers)
 
 
-def check_added(params: dict[str, nn.Parameter], optimizers: Sequence[Optimizer], device: torch.device) -> None:
+def check_added(
+    model: nn.Module, params: dict[str, nn.Parameter], optimizers: Sequence[Optimizer], device: torch.device
+) -> None:
     """Checks the parameters that `zc.recompile` adds to a plan on ``device``, as `check_model` does."""
     _check_tensors(params)
-    _check_storages(params, {})
+    with torch_private.without_torch_function():  # those of the plan may have no bytes
+        _check_writable(model)
+        _check_storages(params, _others(model, params))
     _check_owners(params, optimizers)
     for name, param in params.items():
         if param.device != device:
@@ -193,12 +197,12 @@ def _check_devices(params: dict[str, nn.Parameter]) -> None:
         )
 
 
-def _check_storages(params: Mapping[str, nn.Parameter], untrained: Mapping[str, Tensor]) -> None:
-    """Raises PlanError for a parameter that shares a part of a storage with another one, or with one of ``untrained``:
+def _check_storages(params: Mapping[str, nn.Parameter], others: Mapping[str, Tensor]) -> None:
+    """Raises PlanError for a parameter that shares a part of a storage with another one, or with one of ``others``:
     it gets its own place in flat_param, where they would see no update. (A tied weight is one tensor under two names,
     which named_parameters lists once.)"""
     spans: dict[int, list[tuple[int, int, str]]] = {}
-    for name, one in (*params.items(), *untrained.items()):
+    for name, one in (*params.items(), *others.items()):
         if one.numel() == 0:
             continue
         low = int(one.storage_offset()) * one.element_size()
@@ -208,7 +212,7 @@ def _check_storages(params: Mapping[str, nn.Parameter], untrained: Mapping[str, 
         for other_low, other_high, other in spans.setdefault(storage, []):
             if low < other_high and other_low < high:
                 what, way = "parameters", "tie weights by assigning the same Parameter to both modules"
-                if name in untrained:
+                if not one.requires_grad:
                     what, way = "a parameter and what takes no gradient,", f"give {name} memory of its own by .clone()"
                 raise PlanError(
                     f"{what} {other} and {name} share a part of one storage (bytes {other_low}:{other_high} and "
@@ -218,8 +222,8 @@ def _check_storages(params: Mapping[str, nn.Parameter], untrained: Mapping[str, 
             spans[storage].append((low, high, name))
 
 
-def _untrained(model: nn.Module, params: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-    """The buffers and frozen parameters that lie in one storage, and wrap no other tensors."""
+def _others(model: nn.Module, params: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    """The buffers and other parameters that lie in one storage, and wrap no other tensors."""
     every = (*model.named_parameters(), *model.named_buffers())
     return {n: t for n, t in every if n not in params and type(t.data) is Tensor and t.layout == torch.strided}
 
@@ -231,6 +235,11 @@ def _check_writable(model: nn.Module) -> None:
         if name in own or one.is_meta:
             continue
         kind = "parameter" if isinstance(one, nn.Parameter) else "buffer"
+        if one.is_inference():
+            raise PlanError(
+                f"{kind} {name} was made under torch.inference_mode(), and can't be written or trained outside of it: "
+                "make it under torch.no_grad(), or give the module a .clone() of it, made outside, in its place"
+            )
         if one.is_nested or one.layout != torch.strided:
             raise PlanError(
                 f"{kind} {name} {'is nested' if one.is_nested else f'has layout {one.layout}'}: zc can't copy rank 0's "
@@ -277,10 +286,12 @@ def _check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
             )
     by_param = [state for key, state in optimizer.state.items() if not isinstance(key, str)]
     if not all(map(_is_fresh, by_param)):
+        name, keys = type(optimizer).__name__, [*{str(key): None for state in by_param for key in state}]
+        fresh = "" if "step" in keys else f". If a fresh {name} has its {some(keys)} already, zc can't train with it"
         raise PlanError(
-            f"the {type(optimizer).__name__} has state for {len(by_param)} parameters already, of steps without "
+            f"the {name} has state for {len(by_param)} parameters already, of steps without "
             "zc (DDP's, say): give zc.compile a fresh optimizer, then load the state of the old one by "
-            'zc.load_state_dict(model, optimizer, {"model": model.state_dict(), "optimizer": old.state_dict()})'
+            'zc.load_state_dict(model, optimizer, {"model": model.state_dict(), "optimizer": old.state_dict()})' + fresh
         )
 
 

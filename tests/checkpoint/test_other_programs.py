@@ -104,8 +104,12 @@ def test_an_optimizer_may_have_state_under_strings_from_its_construction_on() ->
     used = AdamW(plain.parameters(), lr=0.1)
     update(plain, used)
     used.state["count"] = 1  # type: ignore[index]
-    with pytest.raises(zc.PlanError, match="has state for 4 parameters already"):
+    with pytest.raises(zc.PlanError, match=r"has state for 4 parameters already.*\)$"):
         zc.compile(plain, used, backend="eager")
+    masked = AdamW(plain.parameters(), lr=0.1)
+    masked.state[plain.tail.weight]["mask"] = torch.ones(2)  # as SPAM's __init__ does
+    with pytest.raises(zc.PlanError, match="If a fresh AdamW has its mask already, zc can't train with it"):
+        zc.compile(plain, masked, backend="eager")
 
 
 def test_a_group_of_frozen_parameters_is_saved_and_loaded_before_it_trains(tmp_path: Path) -> None:

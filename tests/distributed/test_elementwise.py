@@ -71,6 +71,20 @@ class Noisy(Lion):
         param.sub_(group["lr"] * (grad + torch.randn_like(grad)))
 
 
+class OwnNoise(Lion):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.drawn = torch.Generator().manual_seed(0)
+
+    def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        param.sub_(group["lr"] * (grad + torch.randn(grad.shape, generator=self.drawn)))
+
+
+@zc.elementwise
+class DeclaredNoise(OwnNoise):
+    pass
+
+
 @zc.elementwise
 class OnlyState(Lion):
     """Its first update is elementwise, and its state would make the next one wrong."""
@@ -116,6 +130,7 @@ LIES = {
     "blocks": (NoBlocks, "differ from those of its slices"),
     "state": (OnlyState, "the state 'mean'"),
     "noise": (Noisy, "draws random numbers"),
+    "own noise": (DeclaredNoise, "a generator of its own, its attribute drawn: a slice's update"),
     "one group": (flagged, "parameter group 1 is not elementwise"),
     "Muon": (lambda params: OwnMuon([p for p in params if p.dim() == 2]), "refuses elements"),
     "a wrapper": (Wrapper, "its attribute inner holds another optimizer"),
@@ -135,6 +150,12 @@ def test_a_lie_is_caught_and_nothing_changes(lie: str) -> None:
     assert kind == "PlanError" and text in message and type(optimizer).__name__ in message, message
     assert all(torch.equal(before[n], w) for n, w in weights(model).items())
     assert torch.equal(random, torch.get_rng_state()) and not optimizer.state
+
+
+def test_a_generator_of_its_own_is_the_reason_that_an_undeclared_one_is_told() -> None:
+    """It was told of a norm over all parameters, and to clip in the loop."""
+    with pytest.raises(zc.PlanError, match="OwnNoise draws random numbers from a generator of its own"):
+        try_out(OwnNoise(layer().parameters()), 2, CPU)
 
 
 @pytest.mark.parametrize("make", [Declared, Blocks])

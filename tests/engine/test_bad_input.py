@@ -319,6 +319,41 @@ def test_what_lies_in_a_weights_memory_is_refused_by_name(kind: str) -> None:
     zc.close(model)
 
 
+@pytest.mark.parametrize("kind", ["buffer", "frozen", "trained", "inference"])
+def test_what_a_recompile_adds_is_checked_as_zc_compile_checks_it(kind: str) -> None:
+    """Only what was added together was compared. In stage 3 zc.close then met a frozen bucket that was empty."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    zc.compile(model, optimizer, backend="eager", stage=3 if kind == "frozen" else 2)
+    with torch.inference_mode(kind == "inference"):
+        model[0] = nn.Linear(4, 4)
+    row = model[1].weight.data[1] if kind == "trained" else model[0].weight.data[1]
+    if kind in ("frozen", "buffer"):
+        model.row = nn.Parameter(row, requires_grad=False) if kind == "frozen" else nn.Buffer(row)
+    elif kind == "trained":
+        model[0].bias = nn.Parameter(row)
+    optimizer.add_param_group({"params": list(model[0].parameters())})
+    with pytest.raises(zc.PlanError, match="under torch.inf" if kind == "inference" else "share a part of one storage"):
+        zc.recompile(model)
+    if kind in ("frozen", "buffer"):
+        model.row.data = row.clone()
+        zc.recompile(model)
+    zc.close(model)
+
+
+@pytest.mark.parametrize("kind", ["buffer", "parameter"])
+def test_what_inference_mode_made_is_refused_by_name(kind: str) -> None:
+    """torch's error named no tensor: for a buffer in zc.compile, for a parameter in the first forward."""
+    model = nn.Linear(4, 4)
+    with torch.inference_mode():
+        if kind == "buffer":
+            model.mask = nn.Buffer(torch.ones(4))
+        else:
+            model = nn.Linear(4, 4)
+    refused(zc.PlanError, f"{kind} {'mask' if kind == 'buffer' else 'weight'} was made under", ".clone()", model=model)
+
+
 @pytest.mark.parametrize("shape", [(4,), (3, 4)])
 @pytest.mark.parametrize("kind", ["buffer", "parameter"])
 def test_what_was_expanded_is_refused_by_name(kind: str, shape: tuple[int, ...]) -> None:

@@ -1,7 +1,9 @@
-"""Stage 3: views of weights that a forward has made, and the program reads after an update. In plain PyTorch they have
-the new values; here they are refused by name, or said."""
+"""Views of weights that a forward of stage 3 has made, or the program before zc.compile, and that it reads after an
+update. In plain PyTorch they have the new values; here they are refused by name, or said."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -83,4 +85,39 @@ def test_code_between_compiled_parts_is_told() -> None:
     with pytest.warns(UserWarning, match="shares memory with layer.weight outlives the update"):
         optimizer.step()
     assert "outlives the update" in str(zc.explain(net))
+    zc.close(net)
+
+
+def flattened(net: nn.Module) -> Tensor:
+    flat = nn.utils.parameters_to_vector(net.parameters()).detach()
+    nn.utils.vector_to_parameters(flat, net.parameters())
+    return flat
+
+
+def tied(net: nn.Module) -> Tensor:
+    net[1].weight = net[0].weight
+    return nn.utils.parameters_to_vector(net.parameters())
+
+
+HELD: dict[str, tuple[Callable[[nn.Module], object], str]] = {
+    "data": (lambda net: net[1].weight.data, "1.weight lay"),
+    "state_dict": (nn.Module.state_dict, "0.weight, 0.bias, 1.weight, 1.bias lay"),
+    "flat tensor": (flattened, "0.weight, 0.bias, 1.weight, 1.bias lay"),
+    "flat tensor that is dropped": (lambda net: flattened(net).sum(), ""),
+    "tied": (tied, ""),
+    "spectral_norm": (lambda net: nn.utils.spectral_norm(net[0]), ""),
+    "backward": (lambda net: net(X).sum().backward() or net.zero_grad(), ""),
+}
+
+
+@pytest.mark.parametrize("case", HELD)
+def test_what_held_a_weights_memory_before_zc_compile_is_said(case: str) -> None:
+    """It follows the updates in plain PyTorch. Here it kept the first values, in silence."""
+    net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    hold, said = HELD[case]
+    held = hold(net)
+    zc.compile(net, torch.optim.SGD(net.parameters(), lr=0.1), backend="eager")
+    notes = zc.explain(net).sections["notes"]
+    assert (f"holds the memory in which {said}" in notes) == bool(said) == ("holds the memory" in notes), notes
+    del held
     zc.close(net)

@@ -13,6 +13,7 @@ so): its values are copied into the bucket, and the parameter is given its memor
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from operator import eq
 from typing import TYPE_CHECKING
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 
 from zc import torch_private
 from zc.engine.memory_order import in_shape
-from zc.errors import ZcError
+from zc.errors import ZcError, some
 from zc.kernels import copy_writes
 from zc.planning.layout import Slot
 from zc.planning.plan import Bucket
@@ -45,6 +46,34 @@ def note_of_shared(params: Mapping[str, nn.Parameter]) -> str | None:
         f"{shared} lay in memory that processes share (share_memory, or it came through a queue), and is in a bucket "
         "of this process now: other processes don't see its updates. Copy it into a second model that is shared"
     )
+
+
+def note_of_held(model: nn.Module, params: Mapping[str, nn.Parameter]) -> str | None:
+    """The note for parameters whose memory something outside of the model holds, too. `zc.compile` moves parameters out
+    of it, so under DDP it would follow the updates, and here it does not."""
+    own = Counter(torch_private.storage_number(tensor) for tensor in _tensors_of(model) if _has_bytes(tensor))
+    of_model = ((n, p, own[torch_private.storage_number(p)]) for n, p in params.items() if _has_bytes(p))
+    held = [name for name, param, num_own in of_model if torch_private.num_sharing(param) - 1 > num_own]
+    if not held:
+        return None
+    return (
+        f"something outside of the model holds the memory in which {some(held)} lay: p.data, a state_dict() or a flat "
+        "tensor from before zc.compile, or an output with its graph. It keeps the values of then, and what is written "
+        "into it changes no parameter. Make such tensors after zc.compile, or read the parameters themselves"
+    )
+
+
+def _tensors_of(model: nn.Module) -> list[Tensor]:
+    """Parameters, buffers, and what `torch.nn.utils.spectral_norm` has as the weight until the first forward."""
+    every = [*model.parameters(), *model.buffers()]
+    for module in model.modules():
+        names = (name.removesuffix("_orig") for name, _ in module.named_parameters(recurse=False))
+        every += (tensor for tensor in map(vars(module).get, names) if isinstance(tensor, Tensor))
+    return every
+
+
+def _has_bytes(tensor: Tensor) -> bool:
+    return not tensor.is_meta and tensor.layout == torch.strided and type(tensor.data) is Tensor and tensor.numel() > 0
 
 
 class ParamWrites:

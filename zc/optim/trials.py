@@ -22,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import random
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -84,6 +85,8 @@ def check_elementwise(optimizer: Optimizer, block: int, device: torch.device) ->
         joined = joined_parts(outcomes)
         key = difference({k: v.view(-1) for k, v in whole.items()}, joined)
         if key is not None:
+            if drawn := _own_generator(optimizer):
+                raise PlanError(f"{where} draws random numbers{drawn}: a slice's update is never the whole parameter's")
             what = f"the state {key!r}" if key else "the new weights"
             at = (whole[key].view(-1) - joined[key]).abs().argmax()
             raise PlanError(
@@ -120,12 +123,24 @@ def check_independent(optimizer: Optimizer, device: torch.device) -> None:
         if any(
             _estimates(a, b) or difference(a.elementwise(), b.elementwise(), trial.close) is not None for a, b in pairs
         ):
+            if drawn := _own_generator(optimizer):
+                raise PlanError(
+                    f"{type(optimizer).__name__} draws random numbers{drawn}, for one parameter after the other, and "
+                    "ranks own different ones: no rank would draw what DDP's ranks draw. Use another optimizer"
+                )
             raise PlanError(
                 f"the update of {type(optimizer).__name__} depends on all of its parameters together (a norm or an "
                 "estimate over them), and ranks own different ones: it can't be shared between ranks. Clip by "
                 "zc.clip_grad_norm_ in the loop and leave it out of the update, or use an optimizer that treats "
                 "parameters one by one"
             )
+
+
+def _own_generator(optimizer: Optimizer) -> str:
+    """Where ``optimizer`` keeps a generator, from which trials draw the same whatever the seed; "" if nowhere."""
+    kinds, items = (torch.Generator, random.Random), vars(optimizer).items()
+    names = [n for n, v in items if isinstance(v, kinds) or type(v).__module__.startswith("numpy.random")]
+    return f" from a generator of its own, its attribute {names[0]}" if names else ""
 
 
 def _with_large_decays(groups: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:

@@ -106,9 +106,9 @@ class ShardedWeights(Weights):
                 "zc.recompile of new parameters inside zc.whole_parameters: its weights go back to the places "
                 "of before at its end. Leave the block first"
             )
-        where = core.plan.slot_of
-        before = {name: where[name] for name in moved if name in where}
-        lost = {name: where[name] for name in left if name in where}
+        where, sharded = core.plan.slot_of, core.plan.sharded_names  # shard_frozen: what trains has its bytes
+        before = {name: where[name] for name in moved if name in sharded}
+        lost = {name: where[name] for name in left if name in sharded}
         buckets = {bucket for bucket, _ in (*before.values(), *lost.values())}
         self.adopt_writes()
         self.whole.unshard(buckets, is_exact=True)
@@ -348,7 +348,7 @@ class ShardedWeights(Weights):
         shards are lost."""
         core = self.core
         if core.plan.world_size == 1:
-            self.whole.unshard(core.buffers.filled, is_exact=True)
+            self.whole.unshard(set(core.sharded_buckets).intersection(core.buffers.filled), is_exact=True)
         self.managed.release()
         for bucket in core.plan.sharded:
             for slot, param in core.params_in(bucket):
