@@ -24,7 +24,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from zc.errors import PlanError
 from zc.planning.layout import ALIGN_NBYTES, align_up
 
 _NEVER = 1 << 60
@@ -78,23 +77,13 @@ class Residency:
 
 def smallest_cap(uses: Sequence[tuple[int, ...]], nbytes: Sequence[int] | Mapping[int, int]) -> int:
     """The fewest bytes in which each use finds what it reads."""
-    return max((_total(use, nbytes) for use in uses), default=0)
+    return max((sum(align_up(nbytes[b], ALIGN_NBYTES) for b in set(use)) for use in uses), default=0)
 
 
 def plan_residency(uses: Sequence[tuple[int, ...]], nbytes: Sequence[int] | Mapping[int, int], cap: int) -> Residency:
-    """The plan of one pass. ``nbytes``: of each bucket; ``cap``: of the arena."""
-    least = smallest_cap(uses, nbytes)
-    if least > cap // ALIGN_NBYTES * ALIGN_NBYTES:
-        number, use = next((k, use) for k, use in enumerate(uses) if _total(use, nbytes) == least)
-        raise PlanError(
-            f"weight_nbytes={cap} is too small: use {number} of the pass reads bucket{'s' * (len(use) > 1)} "
-            f"{', '.join(map(str, use))}, {least} bytes together; the smallest weight_nbytes that would do is {least}"
-        )
+    """The plan of one pass. ``nbytes``: of each bucket; ``cap``: of the arena, with room for each use."""
+    assert smallest_cap(uses, nbytes) <= cap, f"weight_nbytes={cap}: `check_plan` and `WeightUses` see to the room"
     return _Planner([tuple(dict.fromkeys(use)) for use in uses], nbytes, cap).run()
-
-
-def _total(use: Iterable[int], nbytes: Sequence[int] | Mapping[int, int]) -> int:
-    return sum(align_up(nbytes[b], ALIGN_NBYTES) for b in set(use))
 
 
 _Span = tuple[int, int, int]  # start, stop, bucket: the bytes that it occupies, whole multiples of ALIGN_NBYTES
