@@ -500,8 +500,8 @@ class ModelPasses(Part):
         return torch_private.before_compiling(before, after)
 
     def hook_outputs(self, output: object) -> None:
-        """A backward through this output of the forward begins with `begin_backward`."""
-        if not torch.is_grad_enabled() or self.is_unsharded or not self.is_one_graph:
+        """A backward through this output of a forward that may have broken begins with `begin_backward`."""
+        if not torch.is_grad_enabled() or self.is_unsharded or not self._is_trial:
             return
         begin = weakly(self.begin_backward)
         for leaf in torch_private.tensors_in(output):
@@ -509,13 +509,13 @@ class ModelPasses(Part):
                 leaf.register_hook(lambda _: begin())  # type: ignore[no-untyped-call]
 
     def begin_backward(self) -> None:
-        """After a forward that may have broken, what was compiled beside the model's frame may run again (activation
-        checkpointing), and finds plain parameters, which are whole. Otherwise a backward has what it reads from `take`,
+        """What was compiled beside the model's frame may run again (activation checkpointing), and finds plain
+        parameters, which are whole until the update. After any other forward a backward has what it reads from `take`,
         and hooks of the program find parameters that get their bytes when they are read."""
-        if not self.is_unsharded and self._depth == 0 and self._task != torch_private.current_graph_task():
+        is_new = self._task != torch_private.current_graph_task()
+        if self._is_trial and not self.is_unsharded and self._depth == 0 and is_new:
             self._task = torch_private.current_graph_task()
-            if self._is_trial:
-                self.managed.release()
+            self.managed.release()
             callback = partial(self.end_backward, self._task)
             torch_private.queue_callback(callback)
             # after a backward that raised, autograd drops the callback without a call
