@@ -87,7 +87,6 @@ def plan_residency(uses: Sequence[tuple[int, ...]], nbytes: Sequence[int] | Mapp
 
 
 _Span = tuple[int, int, int]  # start, stop, bucket: the bytes that it occupies, whole multiples of ALIGN_NBYTES
-_State = tuple[dict[int, _Span], list[_Span], list[Extent], list[Extent], int]
 
 
 class _Planner:
@@ -152,24 +151,9 @@ class _Planner:
 
     def _bring(self, k: int, pinned: set[int]) -> bool:
         """Gathers what use ``k`` reads and the arena lacks, and frees nothing that is ``pinned``. False: not all of it
-        has room, and nothing has changed."""
+        has room."""
         missing = sorted((b for b in self.uses[k] if b not in self.live), key=lambda b: -self.size[b])
-        if not missing:
-            return True
-        before = self._state()
-        if sum(self._place(b, k, pinned) for b in missing) == len(missing):
-            return True
-        self._restore(before)
-        places = self._packed(missing, [self.live[b] for b in pinned if b in self.live])
-        for bucket, start in places or ():
-            self._gather(bucket, start)
-        return places is not None
-
-    def _state(self) -> _State:
-        return dict(self.live), list(self.order), list(self.frees), list(self.gathers), self.ahead
-
-    def _restore(self, state: _State) -> None:
-        self.live, self.order, self.frees, self.gathers, self.ahead = state
+        return sum(self._place(b, k, pinned) for b in missing) == len(missing)
 
     def _prefetch(self, k: int) -> None:
         """Gathers what later uses read into holes, in the order of the uses, until one does not fit."""
@@ -243,27 +227,22 @@ class _Planner:
         spans = (self.live[b] for b in both if b in self.live)
         alive = [span for span in spans if span[0] >= stop or span[1] <= start]
         missing = {*both} - {b for _, _, b in alive} - {bucket}
-        return self._packed(missing, [*alive, (start, stop, bucket)]) is not None
+        return self._fit(missing, [*alive, (start, stop, bucket)])
 
-    def _packed(self, missing: Iterable[int], alive: Sequence[_Span]) -> list[tuple[int, int]] | None:
-        """(bucket, start) for each of ``missing``, the largest first, each in the smallest gap between the spans
-        ``alive``, as if nothing else was alive. None: they don't fit."""
+    def _fit(self, missing: Iterable[int], alive: Sequence[_Span]) -> bool:
+        """Whether ``missing`` fit together, the largest first, each into the smallest gap between the spans ``alive``,
+        as if nothing else was alive."""
         gaps, stop = [], 0
         for start, next_stop, _ in (*sorted(alive), (self.end, self.end, -1)):
-            gaps.append((start - stop, stop))
+            gaps.append(start - stop)
             stop = next_stop
-        places = []
-        for b in sorted(missing, key=lambda b: (-self.size[b], b)):
-            gap = min((gap for gap in gaps if gap[0] >= self.size[b]), default=None)
+        for size in sorted((self.size[b] for b in missing), reverse=True):
+            gap = min((gap for gap in gaps if gap >= size), default=None)
             if gap is None:
-                return None
+                return False
             gaps.remove(gap)
-            size, start = gap
-            left = size - self.size[b]
-            is_last = start and start + size == self.end  # from both ends of the arena towards its middle
-            places.append((b, start + left if is_last else start))
-            gaps.append((left, start if is_last else start + self.size[b]))
-        return places
+            gaps.append(gap - size)
+        return True
 
     def _free(self, buckets: Sequence[int]) -> None:
         for bucket in buckets:
