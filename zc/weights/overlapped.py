@@ -116,25 +116,21 @@ class OverlappedWeights(Weights):
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        with self.managed.used("a forward"), self._forward():
-            yield
-
-    @contextmanager
-    def _forward(self) -> Iterator[None]:
-        is_outer = self._depth == 0
-        watching = self._begin() if is_outer else nullcontext()
-        self._depth += 1
-        try:
-            with watching:
-                yield
-        except BaseException:
+        with self.managed.used("a forward"):
+            is_outer = self._depth == 0
+            watching = self._begin() if is_outer else nullcontext()
+            self._depth += 1
+            try:
+                with watching:
+                    yield
+            except BaseException:
+                if is_outer:
+                    self.watch()
+                raise
+            finally:
+                self._depth -= 1
             if is_outer:
-                self.watch()
-            raise
-        finally:
-            self._depth -= 1
-        if is_outer:
-            self._end()
+                self._end()
 
     @property
     def around_block(self) -> Callable[[Places], AbstractContextManager[None]]:
