@@ -50,8 +50,7 @@ class Allocation(NamedTuple):
 
     def numel(self, bucket: Bucket, rank: int) -> int:
         if self.extent is Extent.OWNED:
-            start, stop = bucket.layout.owned_range(rank)
-            return stop - start
+            return _numel_owned(bucket, rank)
         return bucket.numel if self.extent is Extent.WHOLE else bucket.layout.numel_shard
 
 
@@ -120,7 +119,7 @@ def shared(plan: Plan, rank: int | None) -> list[Room]:
         rooms.append(Room("update", 1, max(map(sum, rows))))
     rooms.append(Room("staging", plan.num_staging, max(_nbytes_staging(plan, bucket) for bucket in buckets)))
     rooms = [room for room in rooms if room.num and room.nbytes]
-    casts = [_most_owned(b, rank) * b.param_dtype.itemsize for b in buckets if b.has_master]
+    casts = [_numel_owned(b, rank) * b.param_dtype.itemsize for b in buckets if b.has_master]
     if casts and plan.num_staging:  # also on a rank that owns nothing, where programs are the same
         rooms.append(Room("param", plan.num_staging, max(casts), on_host=True))
     return rooms
@@ -131,15 +130,15 @@ def _nbytes_staging(plan: Plan, bucket: Bucket) -> int:
     gradient = plan.numel_on_host(bucket) * bucket.acc_dtype.itemsize
     if not (plan.placement.shards_weights and plan.spreads(bucket)):
         return gradient
-    return max(gradient, _most_owned(bucket, None) * bucket.param_dtype.itemsize)
+    return max(gradient, _numel_owned(bucket, None) * bucket.param_dtype.itemsize)
 
 
-def _most_owned(bucket: Bucket, rank: int | None) -> int:
-    if rank is not None:
-        return Allocation("", Extent.OWNED, bucket.acc_dtype).numel(bucket, rank)
-    if bucket.layout.owners is None:
-        return bucket.layout.numel_shard
-    return max((stop - start for start, stop in bucket.layout.runs.values()), default=0)
+def _numel_owned(bucket: Bucket, rank: int | None) -> int:
+    """Elements that ``rank`` updates; None: the most that any rank does."""
+    layout = bucket.layout
+    is_one = rank is not None or layout.owners is None  # without owners all ranks have equal shards
+    ranges = [layout.owned_range(rank or 0)] if is_one else layout.runs.values()
+    return max((stop - start for start, stop in ranges), default=0)
 
 
 def nbytes_of(plan: Plan, rank: int) -> dict[str, int]:
