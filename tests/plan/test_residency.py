@@ -97,7 +97,9 @@ def fewest_gathers(uses: Uses, nbytes: list[int], cap: int) -> int:
 
 
 def test_plans_keep_the_rules() -> None:
-    for uses, nbytes, cap in passes(20_000 if FULL else 1500, (1, 2, 3, 5, 8)):
+    # the second use puts two of its buckets where the third finds no room: all of them move
+    moved = ((1, 4), (3, 0, 2)), [2 * UNIT, 4 * UNIT, 3 * UNIT, 2 * UNIT, UNIT], 7 * UNIT
+    for uses, nbytes, cap in (moved, *passes(20_000 if FULL else 1500, (1, 2, 3, 5, 8))):
         plan = plan_residency(uses, nbytes, cap)
         check(uses, nbytes, cap, plan)
         assert plan == plan_residency(uses, dict(enumerate(nbytes)), cap)

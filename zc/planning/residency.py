@@ -248,7 +248,11 @@ class _Planner:
         for bucket in buckets:
             span = self.live.pop(bucket)
             self.order.remove(span)
-            self.frees.append(self._extent(span))
+            extent = self._extent(span)
+            if extent in self.gathers:  # of this piece, whose frees come first: it is not gathered there
+                self.gathers.remove(extent)
+            else:
+                self.frees.append(extent)
             self.ahead = min(self.ahead, self.next[bucket])
 
     def _gather(self, bucket: int, start: int) -> None:
