@@ -159,6 +159,10 @@ class WholeParams(Part):
             for bucket in map(core.plan.bucket, sorted(self.buckets)):
                 if not self._is_counted(bucket) and not self._is_unseen(bucket):
                     continue
+                # A shard's elements say nothing of the whole parameters that its rank updates, its owners'. Where the
+                # host may not ask, `write_value` takes only what differs.
+                if self._may_ask(bucket) and bucket.layout.owners is None and not self._is_written(bucket):
+                    continue
                 came = self.buckets[bucket.index].encoded
                 for slot, param in core.params_in(bucket):
                     before = None if came is None else came[slot.offset : slot.stop]
@@ -168,14 +172,14 @@ class WholeParams(Part):
 
     def reshard_unwritten(self, buckets: Iterable[int]) -> None:
         """After a forward without gradients: frees ``buckets``. What it has written stays whole to the update, and so
-        does what a backward may read. Where the host would wait for a device, which it does anyway with offload, what
-        the forward may have written stays, too. All ranks call it."""
+        does what a backward may read. Where the host may not ask, what the forward may have written stays, too. All
+        ranks call it."""
         saved = self.saved(self.buckets)
         for bucket in map(self.core.plan.bucket, sorted((self.buckets.keys() & buckets) - saved)):
             if self._is_counted(bucket):
                 continue
             if self._is_unseen(bucket):
-                if bucket.device.type != "cpu" and self.core.plan.offload is None:
+                if not self._may_ask(bucket):
                     continue
                 # gathered again: all ranks must keep what they have written, also where it is in one rank's shard
                 is_lent = self.buckets[bucket.index].is_lent
@@ -192,6 +196,11 @@ class WholeParams(Part):
     def _is_unseen(self, bucket: Bucket) -> bool:
         """Whether the program may have written it without a count: what Dynamo leaves out finds plain parameters."""
         return self.buckets[bucket.index].is_lent or self.core.config.backend != "eager"
+
+    def _may_ask(self, bucket: Bucket) -> bool:
+        """Whether the host may ask what has been written. It would wait for a device, as it does anyway with
+        offload."""
+        return bucket.device.type == "cpu" or self.core.plan.offload is not None
 
     def _is_written(self, bucket: Bucket, came: Tensor | None = None) -> bool:
         """Whether the program has written an element of this rank's shard; with ``came`` [P], the bucket's values
