@@ -20,20 +20,14 @@ from torch import fx
 from zc.passes.base import Pass, copy_graph
 from zc.planning.plan import Plan
 from zc.schedule.buffer import Buffer
-from zc.schedule.nodes import op_of, ops, put_after
+from zc.schedule.nodes import by_bucket, op_of, put_after
 from zc.schedule.spec import AccumulateCast, Cast, Deposit, FlattenCast
 
 
 def run(graph: fx.Graph, plan: Plan) -> fx.Graph:
     new = copy_graph(graph)
-    by_bucket: dict[int, list[tuple[fx.Node, Deposit]]] = {}  # in the order of the buckets' last deposits
-    for node, op in ops(new):
-        if isinstance(op, Deposit):
-            deposits = by_bucket.pop(op.bucket, [])
-            deposits.append((node, op))
-            by_bucket[op.bucket] = deposits
     writes: list[fx.Node] = []
-    for bucket, deposits in by_bucket.items():
+    for bucket, deposits in by_bucket(new, Deposit).items():
         by_slot = sorted((op for _, op in deposits), key=lambda op: op.slot)
         slots, grads = tuple(op.slot for op in by_slot), tuple(op.grad for op in by_slot)
         write: Cast = AccumulateCast(bucket, Buffer("acc", bucket), slots, grads)

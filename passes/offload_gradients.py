@@ -29,14 +29,15 @@ from zc.passes.base import Debt, Pass, copy_graph
 from zc.passes.reduce_buckets import is_complete
 from zc.planning.plan import Plan
 from zc.schedule.buffer import Buffer
-from zc.schedule.nodes import change, ops, put, put_after
+from zc.schedule.nodes import by_bucket, change, put, put_after
 from zc.schedule.spec import (
     BucketOp,
+    Cast,
     CopyToDevice,
     CopyToHost,
     Reduction,
-    Role,
     StageShard,
+    WgradInto,
     Write,
     renamed,
 )
@@ -48,7 +49,8 @@ def run(graph: fx.Graph, plan: Plan) -> fx.Graph:
     new = copy_graph(graph)
     if plan.offload is None:
         return new
-    chains = _chains(new)
+    # for each bucket that this graph writes or reduces: its writes and its reduction
+    chains: list[_Chain] = list(by_bucket(new, Cast, WgradInto, Reduction).values())
     if plan.offload.accumulates_on_host:
         for k, chain in enumerate(chains):
             _visit(new, plan, chain, k, chains[k - 1] if k else None)
@@ -60,16 +62,6 @@ def run(graph: fx.Graph, plan: Plan) -> fx.Graph:
             if is_reduced or (plan.world_size == 1 and is_complete(writes, plan)):
                 _insert_landing(new, plan, last, op.bucket, k)
     return new
-
-
-def _chains(graph: fx.Graph) -> list[_Chain]:
-    """For each bucket that this graph writes or reduces: its writes and its reduction, in the order of the buckets'
-    last nodes."""
-    chains: dict[int, _Chain] = {}
-    for node, op in ops(graph):
-        if isinstance(op, BucketOp) and op.role in (Role.WRITE, Role.REDUCTION):
-            chains[op.bucket] = [*chains.pop(op.bucket, []), (node, op)]
-    return list(chains.values())
 
 
 def _visit(graph: fx.Graph, plan: Plan, chain: _Chain, k: int, before: _Chain | None) -> None:

@@ -31,24 +31,19 @@ from torch import fx
 from zc.passes.base import Pass, copy_graph
 from zc.planning.plan import NUM_HOST_SUMS, Into, Plan
 from zc.schedule.buffer import Buffer
-from zc.schedule.nodes import ops, put_after
-from zc.schedule.spec import Finish, Reduce, Take, Write
+from zc.schedule.nodes import by_bucket, put_after
+from zc.schedule.spec import Cast, Finish, Reduce, Take, WgradInto, Write
 
 
 def run(graph: fx.Graph, plan: Plan) -> fx.Graph:
     new = copy_graph(graph)
     if not plan.reduces:
         return new
-    last: dict[int, fx.Node] = {}  # bucket -> its last write; buckets in the order of these
-    writes: dict[int, list[Write]] = {}
-    for node, op in ops(new):
-        if isinstance(op, Write):
-            last.pop(op.bucket, None)
-            last[op.bucket] = node
-            writes.setdefault(op.bucket, []).append(op)
-    complete = [b for b in last if is_complete(writes[b], plan)]
+    writes: dict[int, list[tuple[fx.Node, Write]]] = by_bucket(new, Cast, WgradInto)
+    complete = [b for b, own in writes.items() if is_complete([op for _, op in own], plan)]
     for k, bucket in enumerate(complete):
-        insert_reduction(new, plan, last[bucket], bucket, k)
+        last, _ = writes[bucket][-1]
+        insert_reduction(new, plan, last, bucket, k)
     return new
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 LONGEST = 11  # modules in a chain of imports
 PRIVATE = ("zc.torch_private", "zc.kernels._private")  # kernels import nothing of zc: they have a file of their own
 # of the root, for every room
-LEAVES = {"errors", "log", "durable", "version", "config", "machine", "torch_private"}
+LEAVES = {"errors", "log", "version", "config", "machine", "torch_private"}
 # room -> what it never imports, or the only things that it does; why. "root": what is in zc/ itself and no leaf
 ARROWS = {
     "kernels": ("only:", "a kernel knows tensors only, and can be tested and taken on its own"),

@@ -1,9 +1,10 @@
-"""This machine: its memory and cores, how many ranks share them, and what zc asks of a device, whatever it is: CUDA,
-ROCm, XPU, or one that a package adds to torch.
+"""This machine: its memory and cores, how many ranks share them, what zc asks of a device, whatever it is: CUDA, ROCm,
+XPU, or one that a package adds to torch; and file operations that a crash does not undo.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 from pathlib import Path
 
@@ -14,6 +15,7 @@ _CGROUPS = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
     ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
 )
+_AT_CWD, _EXCHANGE = -100, 2  # of Linux's renameat2
 
 
 def note_of_connections() -> str | None:
@@ -92,3 +94,38 @@ def allocated_nbytes(device: torch.device) -> int:
 def free_nbytes(device: torch.device) -> int:
     """The bytes that can still be allocated on the device."""
     return int(torch.get_device_module(device).mem_get_info(device)[0])
+
+
+# --- file operations that a crash does not undo ---
+
+
+def sync_folder(path: Path) -> None:
+    """Makes the names in the folder durable. In POSIX, fsync of a file does not do that."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_synced(path: Path, content: bytes) -> None:
+    """Writes the file, and returns when its content is on the disk. Its name is there after `sync_folder`."""
+    with open(path, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def exchange(one: Path, other: Path) -> None:
+    """Exchanges two names in one folder, atomically if the system and its file system can. Otherwise in steps: a
+    process that is killed between them leaves nothing under ``other``."""
+    try:
+        rename = ctypes.CDLL(None, use_errno=True).renameat2
+    except (OSError, TypeError, AttributeError):
+        rename = None
+    if rename is not None and rename(_AT_CWD, os.fsencode(one), _AT_CWD, os.fsencode(other), _EXCHANGE) == 0:
+        return
+    aside = one.with_name(f"{one.name}.aside")
+    os.rename(other, aside)
+    os.rename(one, other)
+    os.rename(aside, one)

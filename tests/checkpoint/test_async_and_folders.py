@@ -25,7 +25,7 @@ from test_reshard import assert_same
 from training_runs import message_of
 
 import zc
-from zc import durable
+from zc import machine
 from zc.checkpoint import save_load
 from zc.checkpoint.files import Reader, Writer
 from zc.checkpoint.folders import Unfinished
@@ -280,7 +280,7 @@ def _again(rank: int, world_size: int, path: Path, can_exchange: bool) -> list[s
     model, optimizer = Job("mlp").compiled()
     with pytest.MonkeyPatch.context() as patch:
         if not can_exchange:
-            patch.setattr(durable, "_EXCHANGE", 1 << 30)  # refused, as by a file system without it
+            patch.setattr(machine, "_EXCHANGE", 1 << 30)  # refused, as by a file system without it
         for step in range(3):
             keep = 1 if step == 2 else None
             zc.save(path / "last", model, optimizer, extra={"step": step}, overwrite=step > 0, keep=keep)
@@ -308,7 +308,7 @@ def test_names_change_places_at_once(tmp_path: Path) -> None:
         (tmp_path / name / name).touch()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "rename", None)
-        durable.exchange(tmp_path / "one", tmp_path / "other")
+        machine.exchange(tmp_path / "one", tmp_path / "other")
     assert (tmp_path / "one" / "other").exists() and (tmp_path / "other" / "one").exists()
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from training_runs import message_of
 
 import zc
-from zc import durable
+from zc import machine
 from zc.checkpoint import save_load
 from zc.checkpoint.files import Writer
 from zc.integrations.checkpoints import load_beside, save_beside
@@ -181,7 +181,7 @@ def test_a_checkpoint_that_is_overwritten_while_it_is_read(tmp_path: Path) -> No
     before, reading = _weights(model), save_load.dcp_load
 
     def overwritten(*args: Any, **options: Any) -> None:
-        durable.exchange(tmp_path / "last", tmp_path / "newer")
+        machine.exchange(tmp_path / "last", tmp_path / "newer")
         reading(*args, **options)
 
     with pytest.MonkeyPatch.context() as patch:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import zc
-from zc.checkpoint.text_keys import with_own_keys, with_text_keys
+from zc.checkpoint.shards import with_own_keys, with_text_keys
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 

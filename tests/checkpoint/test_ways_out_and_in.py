@@ -80,6 +80,27 @@ def test_from_pretrained_reads_the_export(tmp_path: Path) -> None:
         zc.export(tmp_path / "whole", tmp_path / "checkpoint")
 
 
+class Breaks(nn.Linear):
+    """Its weights are whole after a forward in stage 3, until the next update."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return super().forward(x)
+
+
+def test_pretrained_weights_come_into_a_model_that_has_run(tmp_path: Path) -> None:
+    save_file = pytest.importorskip("safetensors.torch").save_file
+    model, wanted = Breaks(8, 4), nn.Linear(8, 4).state_dict()
+    zc.compile(model, adamw(model), stage=3, backend="aot_eager")
+    with torch.no_grad():
+        model(torch.ones(2, 8))
+    save_file(wanted, tmp_path / "model.safetensors")
+    zc.load_pretrained(model, tmp_path)
+    whole = zc.full_state_dict(model)
+    zc.close(model)
+    assert all(torch.equal(whole[name], value) for name, value in wanted.items())
+
+
 @pytest.mark.parametrize("case", ["frozen", "batch_norm"])
 def test_export_casts(tmp_path: Path, case: str) -> None:
     """Floating point alone: batch_norm counts its batches."""

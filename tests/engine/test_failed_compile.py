@@ -86,7 +86,6 @@ PLACES = [
     (Runtime, "install_hooks", 1, {}),
     (plain_state, "install_marks", 1, {}),
     (OverlappedWeights, "install_hooks", 1, {"overlap_gather": True}),
-    (OverlappedWeights, "count_sharing", 1, {"overlap_gather": True}),
     (guards, "install", 1, {"overlap_gather": True, "backend": "aot_eager"}),
 ]
 

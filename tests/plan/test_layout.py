@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zc.planning.layout import FlatLayout, Slot, flat_layout, whole_layout
+from zc.planning.layout import FlatLayout, Slot, flat_layout
 from zc.planning.ownership import assign, elements
 
 pytestmark = pytest.mark.check
@@ -29,7 +29,7 @@ def owners_of(shapes: Shapes, world_size: int) -> dict[str, int]:
 
 
 def whole(shapes: Shapes, world_size: int, align: int) -> FlatLayout:
-    return whole_layout(shapes, world_size, align, owners_of(shapes, world_size))
+    return flat_layout(shapes, world_size, align, owners=owners_of(shapes, world_size))
 
 
 LAYOUTS = [flat_layout, whole]
@@ -131,7 +131,7 @@ def test_padding_of_the_tight_layout_is_bounded(shapes: Shapes, world_size: int,
 def test_the_whole_layout_never_cuts_a_parameter(shapes: Shapes, world_size: int, align: int) -> None:
     """deepspeed#7807, deepspeed#8090, deepspeed#8141: Muon ran on matrices that a shard's boundary had cut."""
     owners = owners_of(shapes, world_size)
-    layout = whole_layout(shapes, world_size, align, owners)
+    layout = flat_layout(shapes, world_size, align, owners=owners)
     for slot in layout.slots:
         ranks = [r for r in range(world_size) if layout.owned(slot, r) == (slot.offset, slot.stop)]
         assert ranks == [owners[slot.name]] or slot.numel == 0
@@ -188,7 +188,7 @@ def test_the_tight_layout_written_out() -> None:
 def test_the_whole_layout_written_out() -> None:
     """Rank 0 owns w, rank 2 the rest, rank 1 nothing: shards of 64 elements, runs of 64 and 74."""
     shapes: Shapes = [("v", (4, 4)), ("w", (8, 8)), ("b", (42,)), ("e", (0, 3))]
-    layout = whole_layout(shapes, 3, 32, {"v": 2, "w": 0, "b": 2, "e": 1})
+    layout = flat_layout(shapes, 3, 32, owners={"v": 2, "w": 0, "b": 2, "e": 1})
     slots = (Slot("w", (8, 8), 0), Slot("e", (0, 3), 64), Slot("v", (4, 4), 64), Slot("b", (42,), 96))
     assert layout == FlatLayout(slots, 192, 3, (0, 1, 2, 2))
     assert layout.runs == {0: (0, 64), 2: (64, 138)}
@@ -238,5 +238,5 @@ def test_a_shard_has_a_piece_for_each_replica() -> None:
     layout = flat_layout([("w", (13,))], 2, 2, num_replicas=3)
     assert layout.numel_padded == 24 and layout.numel_shard == 12 and layout.world_size == 2
     assert [layout.shard_range(rank) for rank in range(2)] == [(0, 12), (12, 24)]
-    whole = whole_layout([("a", (4,)), ("b", (2,))], 2, 1, {"a": 1, "b": 0}, num_replicas=4)
+    whole = flat_layout([("a", (4,)), ("b", (2,))], 2, 1, owners={"a": 1, "b": 0}, num_replicas=4)
     assert whole.numel_padded == 8 and whole.runs == {0: (0, 2), 1: (2, 6)}

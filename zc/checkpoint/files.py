@@ -34,8 +34,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from zc.checkpoint.folders import INFO
-from zc.durable import write_synced
 from zc.errors import CheckpointError
+from zc.machine import write_synced
 
 METADATA, SUMS = ".metadata", ".crc32.json"
 

@@ -36,6 +36,7 @@ def initialize(model: nn.Module, init: Init | None = None) -> None:
         ZcError: ``init`` reads a parameter of another module. Any error of ``init`` is raised on all ranks.
     """
     sharded_model = sharded(model)
+    sharded_model.runtime.weights.before_writes()
     fill_modules(model, sharded_model, init)
     sharded_model.publish_all()
 
@@ -44,10 +45,10 @@ def initialize(model: nn.Module, init: Init | None = None) -> None:
 def fill_modules(
     model: nn.Module, sharded_model: ShardedModel, init: Init | None, *, only_buffers: bool = False
 ) -> None:
-    """See `initialize`. ``only_buffers``: leaves out modules with a parameter that has no value. It writes masters; the
-    caller must publish them before any rank gathers."""
+    """See `initialize`. ``only_buffers``: leaves out modules with a parameter that has no value. It writes masters,
+    between `before_writes` and the publishing of the caller: a second `before_writes` would put what is whole over
+    masters that have new values."""
     runtime, weights = sharded_model.runtime, sharded_model.runtime.weights
-    weights.before_writes()
     mine, unset = owned(sharded_model), runtime.unset
     names = {id(param): name for name, param in runtime.placed.items()}
     for path, module in model.named_modules():

@@ -19,8 +19,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from zc.durable import exchange, sync_folder, write_synced
 from zc.errors import CheckpointError
+from zc.machine import exchange, sync_folder, write_synced
 from zc.ranks.process import machine_id
 
 try:

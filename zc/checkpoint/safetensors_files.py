@@ -29,9 +29,9 @@ from zc.checkpoint.first_values import fill_modules
 from zc.checkpoint.saving import channel_of, checkpoint_errors
 from zc.checkpoint.state import Owned, owned, synchronized
 from zc.checkpoint.target import Stored, check_tensor, refuse_other_model
-from zc.durable import write_synced
 from zc.engine.memory_order import flattened
 from zc.errors import CheckpointError, some
+from zc.machine import write_synced
 from zc.registry import sharded
 from zc.whole import whole_values
 

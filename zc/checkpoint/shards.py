@@ -1,4 +1,5 @@
-"""Describes a flat shard as part of a tensor with a shape, so that torch.distributed.checkpoint can write and read it.
+"""A state as torch.distributed.checkpoint can write and read it: a flat shard as part of a tensor with a shape, and
+text for the keys of dicts.
 
 A shard's edge may cut a parameter in the middle of a row, but DCP knows only boxes. Any range of elements, in row-major
 or another memory order, consists of a few boxes: the aligned middle, and at each end the rest of a row, of a plane, and
@@ -10,12 +11,19 @@ so on (at most 2 n - 1 boxes for n dimensions). Each box is contiguous in the sh
                                         c c . . .        c: (3, 0) of size (1, 2)
 
 In the checkpoint, each tensor then has its own name and shape. Any DCP program can read it, on any number of ranks.
+
+DCP flattens dicts: all of their keys become text, so 0 could not be told from "0", and of an empty dict nothing is
+left. Here other keys become text that says what they were::
+
+    {0: a, (1, "x"): b, "c": {}}
+    {"zc key: 0": a, "zc key: (1, 'x')": b, "c": {"zc key: {}": None}}        as DCP gets it
 """
 
 from __future__ import annotations
 
+import ast
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +37,10 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from zc import torch_private
+from zc.errors import CheckpointError
+
+_MARK = "zc key: "
+_EMPTY = "zc key: {}"
 
 
 @dataclass(frozen=True)
@@ -171,3 +183,54 @@ class ReadOnly(ShardOf):
 
 def _chunk(box: Box) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes))
+
+
+# --- keys ---
+
+
+def with_text_keys(what: str, value: Any) -> Any:
+    """A nested value as DCP keeps it. Raises CheckpointError, with ``what``, where a key can't be told from its text;
+    lists and dicts are looked into, as DCP does."""
+    if isinstance(value, Mapping):
+        return {_text_of(what, key): with_text_keys(what, item) for key, item in value.items()} or {_EMPTY: None}
+    return [with_text_keys(what, item) for item in value] if isinstance(value, list) else value
+
+
+def with_own_keys(value: Any) -> Any:
+    """What `with_text_keys` was given, or an equal copy of what another program has written."""
+    if isinstance(value, Mapping):
+        return {} if set(value) == {_EMPTY} else {own_key(key): with_own_keys(item) for key, item in value.items()}
+    return [with_own_keys(item) for item in value] if isinstance(value, list) else value
+
+
+def own_key(text: Any) -> Any:
+    """The key that became this text."""
+    if isinstance(text, str) and text.startswith(_MARK):
+        try:
+            key = ast.literal_eval(text.removeprefix(_MARK))
+            hash(key)
+        except (ValueError, SyntaxError, TypeError):  # another program's own
+            return text
+        return key
+    return text
+
+
+def _text_of(what: str, key: Any) -> str:
+    if type(key) is str and not key.startswith(_MARK):
+        return key
+    text = f"{_MARK}{key!r}"
+    if not _is_same(own_key(text), key):
+        raise CheckpointError(
+            f"{what} has the key {key!r}, a {type(key).__name__}: zc saves keys that are text, numbers, or tuples of "
+            "these"
+        )
+    return text
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Also in type: True is no 1."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, tuple):
+        return len(one) == len(other) and all(map(_is_same, one, other))
+    return bool(one == other)

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zc.checkpoint.other_state import OTHER, TOGETHER, note_of, state_by_string, states_of_frozen, together
-from zc.checkpoint.shards import ReadOnly, ShardOf
-from zc.checkpoint.text_keys import with_text_keys
+from zc.checkpoint.shards import ReadOnly, ShardOf, with_text_keys
 from zc.engine.memory_order import change_each, flattened, is_cut, values_in
 from zc.errors import CheckpointError, PlanError
 from zc.optim.assignment import Optimizers, optimizers_in

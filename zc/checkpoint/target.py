@@ -27,9 +27,8 @@ from torch.optim import Optimizer
 
 from zc import torch_private
 from zc.checkpoint.other_state import OTHER, TOGETHER, check_together, frozen_of, members_of
-from zc.checkpoint.shards import ReadOnly, ShardOf
+from zc.checkpoint.shards import ReadOnly, ShardOf, own_key, with_own_keys
 from zc.checkpoint.state import Owned, group_of, groups_of, is_extra_state, others, owned, refuse_hidden, trained
-from zc.checkpoint.text_keys import own_key, with_own_keys
 from zc.engine.memory_order import change_each, in_shape
 from zc.errors import CheckpointError, some
 from zc.optim.assignment import is_known, shape_of_state
@@ -44,7 +43,7 @@ Path = tuple[Any, ...]  # of a value in the nested state: keys and, in lists, nu
 
 
 def nested(items: Iterable[tuple[Path, Any]]) -> Any:
-    """The tree that has these leaves, with the keys that it was saved with (`zc.checkpoint.text_keys`)."""
+    """The tree that has these leaves, with the keys that it was saved with (`zc.checkpoint.shards`)."""
     return with_own_keys(_tree(items))
 
 

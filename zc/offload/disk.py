@@ -43,9 +43,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zc.durable import sync_folder, write_synced
 from zc.engine.memory_order import in_shape
 from zc.errors import PlanError
+from zc.machine import sync_folder, write_synced
 from zc.planning.plan import Plan
 
 if TYPE_CHECKING:

@@ -50,8 +50,7 @@ class Allocation(NamedTuple):
 
     def numel(self, bucket: Bucket, rank: int) -> int:
         if self.extent is Extent.OWNED:
-            start, stop = bucket.layout.owned_range(rank)
-            return stop - start
+            return _numel_owned(bucket, rank)
         return bucket.numel if self.extent is Extent.WHOLE else bucket.layout.numel_shard
 
 
@@ -120,7 +119,7 @@ def shared(plan: Plan, rank: int | None) -> list[Room]:
         rooms.append(Room("update", 1, max(map(sum, rows))))
     rooms.append(Room("staging", plan.num_staging, max(_nbytes_staging(plan, bucket) for bucket in buckets)))
     rooms = [room for room in rooms if room.num and room.nbytes]
-    casts = [_most_owned(b, rank) * b.param_dtype.itemsize for b in buckets if b.has_master]
+    casts = [_numel_owned(b, rank) * b.param_dtype.itemsize for b in buckets if b.has_master]
     if casts and plan.num_staging:  # also on a rank that owns nothing, where programs are the same
         rooms.append(Room("param", plan.num_staging, max(casts), on_host=True))
     return rooms
@@ -131,16 +130,15 @@ def _nbytes_staging(plan: Plan, bucket: Bucket) -> int:
     gradient = plan.numel_on_host(bucket) * bucket.acc_dtype.itemsize
     if not (plan.placement.shards_weights and plan.spreads(bucket)):
         return gradient
-    longest = max((stop - start for start, stop in bucket.layout.runs.values()), default=0)
-    return max(gradient, longest * bucket.param_dtype.itemsize)
+    return max(gradient, _numel_owned(bucket, None) * bucket.param_dtype.itemsize)
 
 
-def _most_owned(bucket: Bucket, rank: int | None) -> int:
-    if rank is not None:
-        return Allocation("", Extent.OWNED, bucket.acc_dtype).numel(bucket, rank)
-    if bucket.layout.owners is None:
-        return bucket.layout.numel_shard
-    return max((stop - start for start, stop in bucket.layout.runs.values()), default=0)
+def _numel_owned(bucket: Bucket, rank: int | None) -> int:
+    """Elements that ``rank`` updates; None: the most that any rank does."""
+    layout = bucket.layout
+    is_one = rank is not None or layout.owners is None  # without owners all ranks have equal shards
+    ranges = [layout.owned_range(rank or 0)] if is_one else layout.runs.values()
+    return max((stop - start for start, stop in ranges), default=0)
 
 
 def nbytes_of(plan: Plan, rank: int) -> dict[str, int]:
@@ -250,32 +248,23 @@ def sent(plan: Plan, microbatches: int) -> dict[str, int]:
     num = microbatches if plan.placement.shards_gradients else 1
     others, count = plan.world_size - 1, plan.topology.num_across
     reduced = sum(hop.nbytes_sent(plan, b) for hop in plan.hops for b in plan.buckets)
-    whole, gathered = plan.sharded, others * in_shards(_after_update(plan), "param_dtype")
-    encoded = 0
+    trained = others * in_shards(plan.buckets, "param_dtype")
     if plan.gather_encoding is not None:
-        encoded = (plan.world_size - count) * in_shards(plan.buckets, "param_dtype")
-        encoded += sum((count - 1) * max(plan.gather_encoding.row_nbytes(b.layout)) for b in plan.buckets)
-        whole = tuple(b for b in whole if not plan.encodes_weights(b))
-        gathered = 0
-    # an upper bound for buckets that are gathered while they are read: some stay until the backward
+        trained = (plan.world_size - count) * in_shards(plan.buckets, "param_dtype")
+        trained += sum((count - 1) * max(plan.gather_encoding.row_nbytes(b.layout)) for b in plan.buckets)
     return {
         "gradients": num * reduced + moved(plan, "acc_dtype")[0],
-        "parameters": gathered
-        + _times_read(plan, microbatches, encoded, others * in_shards(whole, "param_dtype"))
-        + moved(plan, "param_dtype")[1],
+        "parameters": _gathered(plan, microbatches, trained, others) + moved(plan, "param_dtype")[1],
     }
 
 
-def _times_read(plan: Plan, microbatches: int, encoded: int, whole: int) -> int:
-    """Bytes of a step's gathers: ``encoded`` of what trains, once per update or, in stage 3, as often as ``whole``, of
-    buckets that are gathered while they are read."""
+def _gathered(plan: Plan, microbatches: int, trained: int, others: int) -> int:
+    """Bytes of a step's gathers: ``trained`` of what trains, and ``others`` shards of what is frozen. Sharded weights
+    are gathered for each forward and backward, an upper bound: some stay until the backward; all others once per
+    update."""
     often = 2 * microbatches
-    return often * whole + (often if plan.placement.shards_weights else 1) * encoded
-
-
-def _after_update(plan: Plan) -> list[Bucket]:
-    """The buckets that are gathered once per update, since all ranks keep them whole."""
-    return [bucket for bucket in plan.buckets if not plan.is_sharded(bucket)]
+    frozen = often * others * in_shards(plan.frozen, "param_dtype")
+    return frozen + (often if plan.placement.shards_weights else 1) * trained
 
 
 def sent_between_hosts(plan: Plan, microbatches: int, ranks_per_host: int) -> dict[str, int]:
@@ -290,15 +279,12 @@ def sent_between_hosts(plan: Plan, microbatches: int, ranks_per_host: int) -> di
     if copies:
         to_replicas = sum(plan.hops[-1].nbytes_sent(plan, b) for b in plan.buckets)
         reduced += copies * to_replicas // (plan.num_replicas - 1)
-    gathered = others * in_shards(_after_update(plan), "param_dtype")
     if plan.reduce_encoding is not None:
         reduced = sum(_encoded_between_hosts(plan, b, plan.reduce_encoding, others) for b in plan.buckets)
-    whole, encoded = plan.sharded, 0
+    trained = others * in_shards(plan.buckets, "param_dtype")
     if plan.gather_encoding is not None:
-        encoded = sum(_encoded_between_hosts(plan, b, plan.gather_encoding, others) for b in plan.buckets)
-        whole, gathered = tuple(b for b in whole if not plan.encodes_weights(b)), 0
-    gathered += _times_read(plan, microbatches, encoded, others * in_shards(whole, "param_dtype"))
-    return {"gradients": num * reduced, "parameters": gathered}
+        trained = sum(_encoded_between_hosts(plan, b, plan.gather_encoding, others) for b in plan.buckets)
+    return {"gradients": num * reduced, "parameters": _gathered(plan, microbatches, trained, others)}
 
 
 def _encoded_between_hosts(plan: Plan, bucket: Bucket, encoding: Encoding, num_shards: int) -> int:

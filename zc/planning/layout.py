@@ -7,7 +7,7 @@ A layout for W = 2 ranks (S = P / W), with parameters ``a`` and ``b``, and paddi
     |<----- rank 0 owns S ----->|<---- rank 1 owns S --->|
 
 `flat_layout` packs tightly, and each rank updates its shard. A shard's edge may cut a parameter, which an elementwise
-optimizer does not notice. `whole_layout` is for optimizers that read a whole matrix (Muon). It reduces gradients into
+optimizer does not notice. With ``owners``, for optimizers that read a whole matrix (Muon), gradients are reduced into
 the same equal shards, but a rank updates a *run* of whole parameters, of any length or none. Elements of a run that lie
 in other ranks' shards are sent to its owner before an update, and back after it::
 
@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 LEFT = "."  # the name of a slot without a parameter begins so, and no parameter's does
@@ -218,27 +218,17 @@ def flat_layout(
     align: int,
     num_hosts: int = 1,
     num_replicas: int = 1,
+    owners: Mapping[str, int] | None = None,
+    strides: Mapping[str, tuple[int, ...] | None] = {},
 ) -> FlatLayout:
-    """Packs parameters in order, each slot at a multiple of ``align`` elements. P is a multiple of W * align, and a
-    shard has a multiple of ``num_replicas`` pieces of ``align``."""
+    """Packs parameters in order, each slot at a multiple of ``align`` elements; with ``owners`` sorted by the rank that
+    owns them. P is a multiple of W * align, and a shard has a multiple of ``num_replicas`` pieces of ``align``.
+    ``strides``: of each slot, by name."""
     slots, offset = [], 0
-    for name, shape in shapes:
-        slot = Slot(name, tuple(shape), offset)
+    for name, shape in shapes if owners is None else sorted(shapes, key=lambda item: owners[item[0]]):
+        slot = Slot(name, tuple(shape), offset, strides.get(name))
         slots.append(slot)
         offset = align_up(slot.stop, align)
     numel = align_up(max(offset, 1), world_size * num_replicas * align)
-    return FlatLayout(tuple(slots), numel, world_size, num_hosts=num_hosts)
-
-
-def whole_layout(
-    shapes: Sequence[tuple[str, tuple[int, ...]]],
-    world_size: int,
-    align: int,
-    owners: Mapping[str, int],
-    num_hosts: int = 1,
-    num_replicas: int = 1,
-) -> FlatLayout:
-    """Like `flat_layout`, with parameters sorted by the rank that owns them."""
-    ordered = sorted(shapes, key=lambda item: owners[item[0]])
-    packed = flat_layout(ordered, world_size, align, num_hosts, num_replicas)
-    return replace(packed, owners=tuple(owners[slot.name] for slot in packed.slots))
+    of_slots = None if owners is None else tuple(owners[slot.name] for slot in slots)
+    return FlatLayout(tuple(slots), numel, world_size, of_slots, num_hosts)

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from zc.planning.layout import ALIGN_NBYTES, FlatLayout, Rule, flat_layout, own_strides, whole_layout
+from zc.planning.layout import ALIGN_NBYTES, Rule, flat_layout, own_strides
 from zc.planning.plan import FIRST_FROZEN, BlockKind, Bucket, Plan, Topology, block_of, split_name
 
 if TYPE_CHECKING:
@@ -111,12 +111,9 @@ def make_plan(
         for members in sorted(chunks, key=lambda members: arrival[members[-1].name]):
             number, shapes = members[0].optimizer, [(spec.name, spec.shape) for spec in members]
             num_hosts = topology.num_hosts if topology.has_levels else 1
-            rule = rules[number]
-            if rule.whole:
-                layout = whole_layout(shapes, world_size, align, owners, num_hosts, num_replicas)
-            else:
-                layout = flat_layout(shapes, world_size, math.lcm(align, rule.block), num_hosts, num_replicas)
-            layout = with_strides(layout, members)
+            rule, strides = rules[number], {spec.name: spec.strides for spec in members}
+            own, multiple = owners if rule.whole else None, math.lcm(align, rule.block)
+            layout = flat_layout(shapes, world_size, multiple, num_hosts, num_replicas, own, strides)
             net = reduce_dtype or acc_dtype
             differs = gather_encoding is not None and not placement.shards_weights
             buckets.append(Bucket(len(buckets), layout, dtype, wire, acc_dtype, device, number, net, differs))
@@ -151,8 +148,8 @@ def with_frozen(plan: Plan, params: Mapping[str, nn.Parameter], bucket_nbytes: i
         nbytes = bucket_nbytes or limit_of(specs, weight_nbytes=plan.weight_nbytes)
         for members in split_at_blocks(specs, nbytes, plan.kinds, is_default=bucket_nbytes is None):
             shapes = [(spec.name, spec.shape) for spec in members]
-            layout = flat_layout(shapes, plan.world_size, align, num_hosts, plan.num_replicas)
-            layout = with_strides(layout, members)
+            strides = {spec.name: spec.strides for spec in members}
+            layout = flat_layout(shapes, plan.world_size, align, num_hosts, plan.num_replicas, strides=strides)
             buckets.append(Bucket(FIRST_FROZEN + len(buckets), layout, dtype, dtype, dtype, device, net_dtype=dtype))
     return replace(plan, frozen=tuple(buckets))
 
@@ -209,9 +206,3 @@ def _split(specs: Sequence[ParamSpec], bucket_nbytes: int) -> list[list[ParamSpe
         chunks[-1].append(spec)
         filled += spec.nbytes
     return chunks
-
-
-def with_strides(layout: FlatLayout, members: Sequence[ParamSpec]) -> FlatLayout:
-    """The same layout; each slot has the memory order of its parameter."""
-    strides = {spec.name: spec.strides for spec in members}
-    return replace(layout, slots=tuple(replace(s, strides=strides[s.name]) for s in layout.slots))

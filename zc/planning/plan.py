@@ -351,10 +351,6 @@ class Plan:
     def microbatch(self) -> Plan:
         return replace(self, is_boundary=False)
 
-    def encodes_weights(self, bucket: Bucket) -> bool:
-        """Whether gathers of a sharded bucket, for a forward or backward, bring encoded weights."""
-        return self.gather_encoding is not None and self.placement.shards_weights and not bucket.is_frozen
-
     def exact_gathers(self) -> Plan:
         """The plan of a gather that makes all weights equal to their masters, as after a load."""
         return replace(self, gather_encoding=None)
@@ -532,7 +528,7 @@ def hops_to_gather(plan: Plan, bucket: Bucket, *, is_exact: bool = False) -> tup
     if plan.world_size == 1:
         return (Hop(Way.ALONE, Level.ALL, 1),)
     in_shards, topology, reads = plan.is_sharded(bucket), plan.topology, plan.topology.reads_memory
-    is_encoded = not is_exact and plan.gather_encoding is not None and (not in_shards or plan.encodes_weights(bucket))
+    is_encoded = not is_exact and plan.gather_encoding is not None and not bucket.is_frozen
     beyond = Way.ENCODED if is_encoded else Way.MESSAGES
     if not topology.has_levels:
         by_memory = Way.SHARDS if in_shards else Way.MEMORY

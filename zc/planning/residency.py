@@ -24,7 +24,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from zc.errors import PlanError
 from zc.planning.layout import ALIGN_NBYTES, align_up
 
 _NEVER = 1 << 60
@@ -78,27 +77,16 @@ class Residency:
 
 def smallest_cap(uses: Sequence[tuple[int, ...]], nbytes: Sequence[int] | Mapping[int, int]) -> int:
     """The fewest bytes in which each use finds what it reads."""
-    return max((_total(use, nbytes) for use in uses), default=0)
+    return max((sum(align_up(nbytes[b], ALIGN_NBYTES) for b in set(use)) for use in uses), default=0)
 
 
 def plan_residency(uses: Sequence[tuple[int, ...]], nbytes: Sequence[int] | Mapping[int, int], cap: int) -> Residency:
-    """The plan of one pass. ``nbytes``: of each bucket; ``cap``: of the arena."""
-    least = smallest_cap(uses, nbytes)
-    if least > cap // ALIGN_NBYTES * ALIGN_NBYTES:
-        number, use = next((k, use) for k, use in enumerate(uses) if _total(use, nbytes) == least)
-        raise PlanError(
-            f"weight_nbytes={cap} is too small: use {number} of the pass reads bucket{'s' * (len(use) > 1)} "
-            f"{', '.join(map(str, use))}, {least} bytes together; the smallest weight_nbytes that would do is {least}"
-        )
+    """The plan of one pass. ``nbytes``: of each bucket; ``cap``: of the arena, with room for each use."""
+    assert smallest_cap(uses, nbytes) <= cap, f"weight_nbytes={cap}: `check_plan` and `WeightUses` see to the room"
     return _Planner([tuple(dict.fromkeys(use)) for use in uses], nbytes, cap).run()
 
 
-def _total(use: Iterable[int], nbytes: Sequence[int] | Mapping[int, int]) -> int:
-    return sum(align_up(nbytes[b], ALIGN_NBYTES) for b in set(use))
-
-
 _Span = tuple[int, int, int]  # start, stop, bucket: the bytes that it occupies, whole multiples of ALIGN_NBYTES
-_State = tuple[dict[int, _Span], list[_Span], list[Extent], list[Extent], int]
 
 
 class _Planner:
@@ -163,24 +151,9 @@ class _Planner:
 
     def _bring(self, k: int, pinned: set[int]) -> bool:
         """Gathers what use ``k`` reads and the arena lacks, and frees nothing that is ``pinned``. False: not all of it
-        has room, and nothing has changed."""
+        has room."""
         missing = sorted((b for b in self.uses[k] if b not in self.live), key=lambda b: -self.size[b])
-        if not missing:
-            return True
-        before = self._state()
-        if sum(self._place(b, k, pinned) for b in missing) == len(missing):
-            return True
-        self._restore(before)
-        places = self._packed(missing, [self.live[b] for b in pinned if b in self.live])
-        for bucket, start in places or ():
-            self._gather(bucket, start)
-        return places is not None
-
-    def _state(self) -> _State:
-        return dict(self.live), list(self.order), list(self.frees), list(self.gathers), self.ahead
-
-    def _restore(self, state: _State) -> None:
-        self.live, self.order, self.frees, self.gathers, self.ahead = state
+        return sum(self._place(b, k, pinned) for b in missing) == len(missing)
 
     def _prefetch(self, k: int) -> None:
         """Gathers what later uses read into holes, in the order of the uses, until one does not fit."""
@@ -254,33 +227,32 @@ class _Planner:
         spans = (self.live[b] for b in both if b in self.live)
         alive = [span for span in spans if span[0] >= stop or span[1] <= start]
         missing = {*both} - {b for _, _, b in alive} - {bucket}
-        return self._packed(missing, [*alive, (start, stop, bucket)]) is not None
+        return self._fit(missing, [*alive, (start, stop, bucket)])
 
-    def _packed(self, missing: Iterable[int], alive: Sequence[_Span]) -> list[tuple[int, int]] | None:
-        """(bucket, start) for each of ``missing``, the largest first, each in the smallest gap between the spans
-        ``alive``, as if nothing else was alive. None: they don't fit."""
+    def _fit(self, missing: Iterable[int], alive: Sequence[_Span]) -> bool:
+        """Whether ``missing`` fit together, the largest first, each into the smallest gap between the spans ``alive``,
+        as if nothing else was alive."""
         gaps, stop = [], 0
         for start, next_stop, _ in (*sorted(alive), (self.end, self.end, -1)):
-            gaps.append((start - stop, stop))
+            gaps.append(start - stop)
             stop = next_stop
-        places = []
-        for b in sorted(missing, key=lambda b: (-self.size[b], b)):
-            gap = min((gap for gap in gaps if gap[0] >= self.size[b]), default=None)
+        for size in sorted((self.size[b] for b in missing), reverse=True):
+            gap = min((gap for gap in gaps if gap >= size), default=None)
             if gap is None:
-                return None
+                return False
             gaps.remove(gap)
-            size, start = gap
-            left = size - self.size[b]
-            is_last = start and start + size == self.end  # from both ends of the arena towards its middle
-            places.append((b, start + left if is_last else start))
-            gaps.append((left, start if is_last else start + self.size[b]))
-        return places
+            gaps.append(gap - size)
+        return True
 
     def _free(self, buckets: Sequence[int]) -> None:
         for bucket in buckets:
             span = self.live.pop(bucket)
             self.order.remove(span)
-            self.frees.append(self._extent(span))
+            extent = self._extent(span)
+            if extent in self.gathers:  # of this piece, whose frees come first: it is not gathered there
+                self.gathers.remove(extent)
+            else:
+                self.frees.append(extent)
             self.ahead = min(self.ahead, self.next[bucket])
 
     def _gather(self, bucket: int, start: int) -> None:

@@ -20,17 +20,19 @@ import operator
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, fields
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from torch import fx
 
 from zc.errors import PassError
 from zc.schedule import spec
 from zc.schedule.buffer import MAIN, Access, Buffer, carried_by
-from zc.schedule.spec import Op
+from zc.schedule.spec import BucketOp, Op
 
 if TYPE_CHECKING:
     from zc.planning.plan import Plan
+
+OfBucket = TypeVar("OfBucket", bound=BucketOp)
 
 
 def _target(kind: type[Op]) -> Callable[..., Any]:
@@ -109,6 +111,15 @@ def steps(graph: fx.Graph) -> Iterator[fx.Node]:
 def ops(graph: fx.Graph) -> Iterator[tuple[fx.Node, Op]]:
     """The same with their records."""
     return ((node, op) for node in graph.nodes if (op := op_of(node)) is not None)
+
+
+def by_bucket(graph: fx.Graph, *kinds: type[OfBucket]) -> dict[int, list[tuple[fx.Node, OfBucket]]]:
+    """The nodes of these kinds for each bucket, with their records; buckets in the order of their last nodes."""
+    found: dict[int, list[tuple[fx.Node, OfBucket]]] = {}
+    for node, op in ops(graph):
+        if isinstance(op, kinds):
+            found[op.bucket] = [*found.pop(op.bucket, []), (node, op)]
+    return found
 
 
 def stream_of(node: fx.Node) -> str:

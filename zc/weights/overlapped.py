@@ -52,7 +52,7 @@ from zc.engine.weights import Weights, publish_graph
 from zc.errors import ZcError
 from zc.planning.plan import Plan, block_of, split_name
 from zc.schedule.buffer import Buffer, carried_event
-from zc.weights.param import ManagedParams
+from zc.weights.param import ManagedParams, is_shared
 
 MAX_LATE = 3  # forwards in which Dynamo compiles one frame while weights are on their way
 
@@ -87,7 +87,6 @@ class OverlappedWeights(Weights):
         self.in_flight: set[int] = set()  # buckets for whose gathers the main stream has not waited
         self.managed = ManagedParams(self, "overlap_gather", come=True)
         weakref.finalize(self, self.managed.release).atexit = False  # later there is nobody to wait for
-        self._num_sharing: dict[str, int] = {}  # by parameter: tensors that share its storage, when its bucket was made
         self._unseen: str | None = None  # why zc could miss a read of the new weights; None: it can't
         self._order: GatherOrder | None = None
         self._depth = 0  # forwards of the model inside one another
@@ -111,41 +110,27 @@ class OverlappedWeights(Weights):
 
     # --- where the model runs ---
 
-    def install_hooks(self, model: nn.Module) -> None:
-        super().install_hooks(model)
-        self.count_sharing()
-
-    def count_sharing(self) -> None:
-        """Counts what shares the storages of new buckets' parameters: they are new, so only the parameters do. Forgets
-        those that have left."""
-        params, known = self.core.params, self._num_sharing
-        self._num_sharing = {n: known[n] if n in known else torch_private.num_sharing(p) for n, p in params.items()}
-
     def call_of(self, module: nn.Module, call: Callable[..., Any] | None) -> Callable[..., Any] | None:
         """The compiled forward waits for weights. A model that is not compiled does so by its hooks."""
         return None if call is None else self._inside(call)
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        with self.managed.used("a forward"), self._forward():
-            yield
-
-    @contextmanager
-    def _forward(self) -> Iterator[None]:
-        is_outer = self._depth == 0
-        watching = self._begin() if is_outer else nullcontext()
-        self._depth += 1
-        try:
-            with watching:
-                yield
-        except BaseException:
+        with self.managed.used("a forward"):
+            is_outer = self._depth == 0
+            watching = self._begin() if is_outer else nullcontext()
+            self._depth += 1
+            try:
+                with watching:
+                    yield
+            except BaseException:
+                if is_outer:
+                    self.watch()
+                raise
+            finally:
+                self._depth -= 1
             if is_outer:
-                self.watch()
-            raise
-        finally:
-            self._depth -= 1
-        if is_outer:
-            self._end()
+                self._end()
 
     @property
     def around_block(self) -> Callable[[Places], AbstractContextManager[None]]:
@@ -269,8 +254,8 @@ class OverlappedWeights(Weights):
         others = sorted({type(p).__name__ for p in params.values() if type(p) is not nn.Parameter})
         if others:
             return f"parameters of class {', '.join(others)} can't be watched"
-        for name, num_sharing in self._num_sharing.items():
-            if torch_private.num_sharing(params[name]) > num_sharing:
+        for name, param in params.items():
+            if is_shared(param):
                 return (
                     f"something other than the parameter holds the memory of {name} (a view, p.data, p.detach() or an "
                     "array kept from before the step), and may be read unseen"

@@ -446,6 +446,12 @@ class ManagedParams:
         return weights is not None and weights.load_value(param, value)
 
 
+def is_shared(param: nn.Parameter) -> bool:
+    """Whether something else holds the memory of a parameter, which has a storage of its own."""
+    with torch_private.without_torch_function():
+        return torch_private.num_sharing(param) > 2  # itself, and the question's
+
+
 def give_bytes(param: nn.Parameter) -> Tensor:
     """Gives a parameter memory of its own, with nothing defined in it. Returns its ``data`` without bytes.
 
@@ -490,7 +496,8 @@ def _viewed_by(func: Callable[..., Any], args: Any, kwargs: Any) -> list[Tensor 
         return twins[id(tensor)]
 
     with torch.inference_mode(False), torch_private.without_torch_function():  # tensors of that mode count no writes
-        if any(leaf.layout is not torch.strided for leaf in _tensors(args, kwargs)):
+        tensors = (leaf for leaf in torch_private.tensors_in((args, kwargs)) if isinstance(leaf, Tensor))
+        if any(leaf.layout is not torch.strided for leaf in tensors):
             return None
         on_meta = torch_private.map_tensors(twin, (args, kwargs))
         before = [_state(made) for made in twins.values()]
@@ -503,10 +510,6 @@ def _viewed_by(func: Callable[..., Any], args: Any, kwargs: Any) -> list[Tensor 
         viewed = [of_storage.get(torch_private.storage_number(x)) if type(x) is Tensor else None for x in leaves]
     is_known = [view is not None or isinstance(leaf, _PLAIN) for leaf, view in zip(leaves, viewed, strict=True)]
     return viewed if all(is_known) else None
-
-
-def _tensors(args: Any, kwargs: Any) -> list[Tensor]:
-    return [leaf for leaf in torch_private.tensors_in((args, kwargs)) if isinstance(leaf, Tensor)]
 
 
 def _state(tensor: Tensor) -> tuple[object, ...]:

@@ -11,7 +11,6 @@ finds plain parameters, and code that is not compiled finds whole ones. Outside,
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -31,10 +30,8 @@ from zc.engine.weights import Weights
 from zc.errors import ZcError
 from zc.weights.param import ManagedParams, Use, give_bytes
 from zc.weights.state_dicts import StateDicts
-from zc.weights.weight_uses import WeightUses
+from zc.weights.weight_uses import BETWEEN, WeightUses
 from zc.weights.whole_params import WholeParams
-
-_BETWEEN = "iterate between two updates, on all ranks, and do nothing else with the model meanwhile"
 
 
 class ShardedWeights(Weights):
@@ -196,44 +193,14 @@ class ShardedWeights(Weights):
         core = self.core
         sharded = {} if self.is_unsharded else core.plan.sharded_names
         if sharded and self.passes.is_passing:
-            raise ZcError(f"whole weights are asked for inside of a forward or backward: {_BETWEEN}")
+            raise ZcError(f"whole weights are asked for inside of a forward or backward: {BETWEEN}")
         if sharded:
-            yield from self._gathered_units(is_wanted=is_wanted)
+            self.synchronize()
+            self.adopt_writes()
+            yield from self._uses.each_once(is_wanted=is_wanted)
         for name, param in core.placed.items() if is_wanted else ():  # last: who leaves here owes nothing any more
             if name not in sharded:
                 yield {name: param.detach()}
-
-    def _gathered_units(self, *, is_wanted: bool) -> Generator[dict[str, Tensor], None, None]:
-        core, uses, is_left = self.core, self._uses, False
-        self.synchronize()
-        self.adopt_writes()
-        planned = uses.each_once()
-        with torch.inference_mode(False):
-            core.buffers.make_arena(planned.residency.nbytes)
-        num_changes = uses.num_changes
-        for number, (index,) in enumerate(planned.uses):
-            if not any(core.group.max_on_host([is_wanted and not is_left], "the next unit of whole weights")):
-                break
-            planned.program.run_piece(number, core.streams)
-            bucket, (extent,) = core.plan.bucket(index), planned.residency.pieces[number].reads
-            flat = core.buffers.gathered("arena[0]", bucket, extent.start)
-            slots = [slot for slot, _ in core.params_in(bucket)]
-            if is_wanted and not is_left:
-                try:
-                    yield {slot.name: in_shape(flat[slot.offset : slot.stop], slot) for slot in slots}
-                except GeneratorExit:
-                    if sys.is_finalizing():  # a script has left it behind: no rank can be asked any more
-                        raise
-                    is_left = True
-            if uses.num_changes != num_changes:
-                core.streams.join_main()
-                raise ZcError(f"a forward, an update, a save or a load came between two whole weights: {_BETWEEN}")
-        else:
-            planned.program.run_piece(-1, core.streams)
-        core.streams.join_main()
-        core.buffers.drop_arena()
-        if is_left:
-            raise GeneratorExit
 
     def lasting_tensors(self) -> Iterator[tuple[str, Tensor]]:
         yield from {**self.core.placed, **self.whole.empty()}.items()
@@ -433,11 +400,8 @@ class ModelPasses(Part):
     @contextmanager
     def forward(self) -> Iterator[None]:
         """The model's forward runs inside: compiled code finds plain parameters."""
-        if self.is_unsharded or torch_private.current_graph_task() != -1:  # the latter is part of a backward
-            with self._forward():
-                yield
-            return
-        with self.managed.used("a forward"), self._forward():
+        is_part = self.is_unsharded or torch_private.current_graph_task() != -1  # of a use that has begun, a backward
+        with nullcontext() if is_part else self.managed.used("a forward"), self._forward():
             yield
 
     @contextmanager
@@ -500,8 +464,8 @@ class ModelPasses(Part):
         return torch_private.before_compiling(before, after)
 
     def hook_outputs(self, output: object) -> None:
-        """A backward through this output of the forward begins with `begin_backward`."""
-        if not torch.is_grad_enabled() or self.is_unsharded or not self.is_one_graph:
+        """A backward through this output of a forward that may have broken begins with `begin_backward`."""
+        if not torch.is_grad_enabled() or self.is_unsharded or not self._is_trial:
             return
         begin = weakly(self.begin_backward)
         for leaf in torch_private.tensors_in(output):
@@ -509,13 +473,13 @@ class ModelPasses(Part):
                 leaf.register_hook(lambda _: begin())  # type: ignore[no-untyped-call]
 
     def begin_backward(self) -> None:
-        """After a forward that may have broken, what was compiled beside the model's frame may run again (activation
-        checkpointing), and finds plain parameters, which are whole. Otherwise a backward has what it reads from `take`,
+        """What was compiled beside the model's frame may run again (activation checkpointing), and finds plain
+        parameters, which are whole until the update. After any other forward a backward has what it reads from `take`,
         and hooks of the program find parameters that get their bytes when they are read."""
-        if not self.is_unsharded and self._depth == 0 and self._task != torch_private.current_graph_task():
+        is_new = self._task != torch_private.current_graph_task()
+        if self._is_trial and not self.is_unsharded and self._depth == 0 and is_new:
             self._task = torch_private.current_graph_task()
-            if self._is_trial:
-                self.managed.release()
+            self.managed.release()
             callback = partial(self.end_backward, self._task)
             torch_private.queue_callback(callback)
             # after a backward that raised, autograd drops the callback without a call

@@ -23,16 +23,18 @@ comes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Generator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from zc.engine.core import Core, Part
+from zc.engine.memory_order import in_shape
 from zc.engine.program import Program
-from zc.planning.layout import ALIGN_NBYTES, align_up
+from zc.errors import ZcError
 from zc.planning.plan import Plan
 from zc.planning.residency import Extent, Residency, Uses, plan_residency, smallest_cap
 from zc.schedule.buffer import Buffer
@@ -42,6 +44,7 @@ from zc.schedule.spec import FreeWeights, ReadWeights, gather_node
 ARENA = Buffer("arena", 0)
 PREFIX = "w"  # of the names of a pass's events
 MAX_ORDERS = 16  # of passes, planned ahead; further ones gather as they come
+BETWEEN = "iterate between two updates, on all ranks, and do nothing else with the model meanwhile"
 
 
 def weights_graph(plan: Plan, residency: Residency) -> fx.Graph:
@@ -81,7 +84,7 @@ class WeightUses(Part):
         self._position = 0  # in its uses
         self._walk: PlannedPass | None = None  # `each_once`
         self._most_said = 0  # bytes of weights that a note has said code reads together
-        self.num_changes = 0  # times that somebody may have taken the arena, or the weights may have changed
+        self._num_changes = 0  # times that somebody may have taken the arena, or the weights may have changed
 
     @property
     def planned(self) -> list[PlannedPass]:
@@ -121,7 +124,7 @@ class WeightUses(Part):
 
     def end(self, *, is_order_kept: bool) -> None:
         """The pass is over. ``is_order_kept``: the next one like it is expected to have its order."""
-        self.num_changes += 1
+        self._num_changes += 1
         if self._order and is_order_kept:
             self._expected[self._number] = tuple(self._order)
         self._order.clear()
@@ -133,15 +136,42 @@ class WeightUses(Part):
         self._expected.clear()
         self._walk = None
 
-    def each_once(self) -> PlannedPass:
+    def each_once(self, *, is_wanted: bool) -> Generator[dict[str, Tensor], None, None]:
         """A pass outside of any forward that reads the masters' exact weights, each bucket by itself, in the order in
-        which modules were registered. The next bucket is gathered meanwhile, if there is room for two."""
-        plan = self.core.plan
+        which modules were registered (`ShardedWeights.units`). The next bucket is gathered meanwhile, if there is room
+        for two."""
+        core, plan, is_left = self.core, self.core.plan, False
         if self._walk is None:
             uses = tuple((bucket.index,) for bucket in reversed(plan.sharded))
-            largest = max(align_up(bucket.nbytes, ALIGN_NBYTES) for bucket in plan.sharded)
+            largest = max(bucket.nbytes_gathered for bucket in plan.sharded)
             self._walk = self._plan("weights_each", uses, plan.exact_gathers(), min(plan.weight_cap, 2 * largest))
-        return self._walk
+        _, residency, program = self._walk
+        with torch.inference_mode(False):
+            core.buffers.make_arena(residency.nbytes)
+        num_changes = self._num_changes
+        for number, (index,) in enumerate(residency.uses):
+            if not any(core.group.max_on_host([is_wanted and not is_left], "the next unit of whole weights")):
+                break
+            program.run_piece(number, core.streams)
+            bucket, (extent,) = plan.bucket(index), residency.pieces[number].reads
+            flat = core.buffers.gathered("arena[0]", bucket, extent.start)
+            slots = [slot for slot, _ in core.params_in(bucket)]
+            if is_wanted and not is_left:
+                try:
+                    yield {slot.name: in_shape(flat[slot.offset : slot.stop], slot) for slot in slots}
+                except GeneratorExit:
+                    if sys.is_finalizing():  # a script has left it behind: no rank can be asked any more
+                        raise
+                    is_left = True
+            if self._num_changes != num_changes:
+                core.streams.join_main()
+                raise ZcError(f"a forward, an update, a save or a load came between two whole weights: {BETWEEN}")
+        else:
+            program.run_piece(-1, core.streams)
+        core.streams.join_main()
+        core.buffers.drop_arena()
+        if is_left:
+            raise GeneratorExit
 
     def _plan(self, name: str, uses: Uses, plan: Plan, cap: int) -> PlannedPass:
         nbytes = {bucket.index: bucket.nbytes for bucket in plan.sharded}
@@ -170,7 +200,7 @@ class WeightUses(Part):
 
     def _start(self, uses: Uses) -> PlannedPass:
         core = self.core
-        self.num_changes += 1
+        self._num_changes += 1
         if uses not in self._known:
             plan = self._with_room(uses)
             self._known[uses] = self._plan(f"weights_{len(self._known)}", uses, plan, plan.weight_cap)
