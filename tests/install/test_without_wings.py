@@ -81,7 +81,7 @@ if rank == 0:
 def without(folder: Path, names: tuple[str, ...]) -> Path:
     """A copy of the package in which these wings are gone."""
     for top in ("zc", "passes", "kernels"):
-        shutil.copytree(ROOT / top, folder / top, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / top, folder / top, symlinks=True)  # bytecode, too
     gone = " ".join(PARTS.get(name) or arrows.WINGS[name] for name in names).split()
     for module in gone:
         place = folder / module.replace("zc.passes", "passes").replace(".", "/")
