@@ -139,39 +139,39 @@ def test_a_replaced_parameter_is_refused_by_name_until_it_has_a_place(stage: int
 
 
 @pytest.mark.parametrize(
-    ("options", "change", "frozen"),
+    ("change", "options", "frozen"),
     [
-        ({"overlap_gather": True}, (2, 0), ()),
-        ({"overlap_gather": True}, None, ()),
-        ({"stage": 3}, (0, 2), (0,)),
-        ({"shard_frozen": True}, (0, 2), (0,)),
-        ({"shard_frozen": True}, (2, 0), (0,)),
+        ((2, 0), {"overlap_gather": True}, ()),  # KeyError after the update, before its gathers
+        ("wraps", {}, ()),  # it was taken for a frozen one, and each step asked for zc.recompile
+        ("replaces", {"backend": "aot_eager"}, ()),  # the new one got the old one's gradient, too
+        ("replaces", {"backend": "aot_eager", "stage": 3}, ()),  # and the backward read the new one's values
+        ((0, 2), {"stage": 3}, (0,)),  # the other one was taken for a frozen one, as it comes later
+        ((0, 2), {"shard_frozen": True}, (0,)),
+        ((2, 0), {"shard_frozen": True}, (0,)),  # the rest of its bucket was gathered from shards that there are not
     ],
 )
-def test_a_parameter_that_is_tied_to_another_one_leaves_and_one_that_is_wrapped_stays(
-    options: dict[str, Any], change: tuple[int, int] | None, frozen: tuple[int, ...]
+def test_a_parameter_leaves_or_stays_while_a_forward_waits_for_its_backward(
+    change: str | tuple[int, int], options: dict[str, Any], frozen: tuple[int, ...]
 ) -> None:
-    """With overlap_gather the step after a tie looked for it: KeyError after the update, before its gathers. Where the
-    one that leaves is in a frozen shard, and comes first, the other one was taken for a frozen one. Where one that
-    trains leaves, with shard_frozen, the rest of its bucket was gathered from shards that it does not have: garbage. A
-    wrapped one was taken for a frozen one, and each step asked for zc.recompile."""
+    """``change``: of the last layer, or two: the weight of the first becomes that of the second."""
     torch.manual_seed(0)
     model, x = mlp(depth=3), torch.ones(4, 16)
     for k in frozen:
         model[k].weight.requires_grad_(False)
     twin = copy.deepcopy(model)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, twin)]
-    zc.compile(model, optimizers[0], backend="eager", **options)
+    zc.compile(model, optimizers[0], **({"backend": "eager"} | options))
+    losses = [mean_square(each, (x, x)) for each in (model, twin)]
     for each, optimizer in zip((model, twin), optimizers, strict=True):
-        if change is not None:
-            leaves, stays = change
-            each[leaves].weight = each[stays].weight
-        else:
-            each[2] = nn.Sequential(each[2], layer())
-            optimizer.add_param_group({"params": list(each[2][1].parameters())})
+        if isinstance(change, tuple):
+            each[change[0]].weight = each[change[1]].weight
+            continue
+        each[2] = nn.Sequential(each[2], layer()) if change == "wraps" else layer()
+        known = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        optimizer.add_param_group({"params": [p for p in each[2].parameters() if id(p) not in known]})
     zc.recompile(model)
-    for each, optimizer in zip((model, twin), optimizers, strict=True):
-        mean_square(each, (x, x)).backward()
+    for each, optimizer, loss in zip((model, twin), optimizers, losses, strict=True):
+        (loss + mean_square(each, (x, x))).backward()
         optimizer.step()
-    with zc.whole_parameters(model):
-        assert all(map(torch.allclose, model.parameters(), twin.parameters()))
+    ours, theirs = zc.full_state_dict(model), twin.state_dict()
+    assert all(torch.allclose(ours[name], theirs[name]) for name in theirs)

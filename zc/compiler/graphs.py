@@ -197,14 +197,14 @@ class CompiledGraph(ABC):
         operations, seconds = template.operations, template.seconds
         return Program(name, graph, template.plan, pieces, operations, seconds, block=member, like=template)
 
-    def _copy_for(self, member: str | None) -> fx.Graph:
+    def _copy_for(self, member: str | None, gone: Collection[str] = ()) -> fx.Graph:
         """A copy of the graph whose inputs name the weights that a member reads: ``meta["weight"]`` those that are
-        sharded, ``meta["buffer"]`` the others."""
+        sharded, ``meta["buffer"]`` the others. None of those in ``gone``, whose names others have."""
         graph, plan = copy_graph(self.graph), self.runtime.plan
         where = plan.slot_of
         for node in graph.nodes:
             name = node.meta.pop("param", None)
-            if name is None or (self.block is not None and member is None):
+            if name is None or name in gone or (self.block is not None and member is None):
                 continue
             place = where[self.name_in(member, name)]
             if plan.is_sharded(plan.bucket(place[0])):
@@ -366,11 +366,13 @@ MAX_PROGRAMS = 8  # of one backward graph and block: for other sets of hooks all
 
 class _Variant(NamedTuple):
     """``visible``: the gradients that autograd has to see, named as in the block that was traced. ``keeps_graph``:
-    another backward may read what this one gets, so it overwrites none of it."""
+    another backward may read what this one gets, so it overwrites none of it. ``gone``: the parameters that others have
+    replaced since the forward (`zc.recompile`), plain ones with memory of their own."""
 
     reduces: bool
     visible: frozenset[str]
     keeps_graph: bool
+    gone: frozenset[str]
 
 
 class CompiledBackward(CompiledGraph):
@@ -421,26 +423,30 @@ class CompiledBackward(CompiledGraph):
             self._names[member] = {self.name_in(member, name): name for name in self.written}
         names = self._names[member]
         seen = torch_private.needed_by_autograd({name: runtime.params[name] for name in names})
-        visible = frozenset(names[name] for name in seen | runtime.summed_by_autograd.intersection(names))
-        variant = self._variant(visible, keeps_graph)
+        gone: set[str] = set()
+        if runtime.num_left:  # a forward of before may have read another parameter of this name
+            reached = torch_private.reached_from_here()
+            gone = {name for name in names if id(runtime.params.get(name)) not in reached}
+        visible = frozenset(names[name] for name in seen | gone | runtime.summed_by_autograd.intersection(names))
+        variant = self._variant(visible, keeps_graph, frozenset(names[name] for name in gone))
         num_variants = sum(other == member for other, _ in self._programs)
         if (member, variant) not in self._programs and num_variants >= MAX_PROGRAMS - 2:
-            variant = self._variant(every, keeps_graph)
+            variant = self._variant(every, keeps_graph, variant.gone)
             runtime.say_once(
                 f"a backward graph met more than {MAX_PROGRAMS - 2} sets of parameters with hooks, or of inputs of "
                 "torch.autograd.grad: for further sets all of its gradients come through hooks, without overlap"
             )
         return self.get(member, variant)
 
-    def _variant(self, visible: frozenset[str], keeps_graph: bool) -> _Variant:
-        return _Variant(self.runtime.current_plan.reduces, visible, keeps_graph)
+    def _variant(self, visible: frozenset[str], keeps_graph: bool, gone: frozenset[str] = frozenset()) -> _Variant:
+        return _Variant(self.runtime.current_plan.reduces, visible, keeps_graph, gone)
 
     @property
     def owned(self) -> list[Program]:
         return self.runtime.programs
 
     def build(self, member: str | None, variant: _Variant) -> Program:
-        runtime, graph = self.runtime, self._copy_for(member)
+        runtime, graph = self.runtime, self._copy_for(member, variant.gone)
         graph.output_node().meta["grad_of"] = tuple(
             None if name is None or name in variant.visible else self.name_in(member, name) for name in self.grad_of
         )
