@@ -79,7 +79,6 @@ class ShardedModel(Listener):
         self.grad_shards.forget_numbers()
         if are_shown:
             return
-        self._writes.check_places()
         flags = self.runtime.agreement.has_grad
         params, grads = self.runtime.params, self.runtime.sharded_grads
         with torch_private.without_torch_function():  # faster: parameters may be watched
@@ -93,7 +92,11 @@ class ShardedModel(Listener):
                         if not has_grad:
                             param.grad = None  # its gradient was dropped after this backward had begun
                     elif has_grad and (shown is None or self.is_value(slot.name, shown)):
-                        param.grad = grad
+                        try:
+                            param.grad = grad
+                        except RuntimeError:  # it has another shape, dtype or device now
+                            self._writes.check_places()
+                            raise
 
     def gradients_change(self) -> None:
         self.grad_shards.drop_norms()
