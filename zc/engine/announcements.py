@@ -311,12 +311,13 @@ class Announcements(Agreement):
     def _flags(self, grads: Collection[Where] = (), unreduced: Collection[int] = ()) -> bytearray:
         """By parameter whether this rank has a gradient; by bucket whether it still has to reduce one; and whether a
         ``param.grad`` was read."""
-        touched = self._accs.touched_flags()
-        flags = bytearray(touched + bytes(len(self.has_grad) + 1))
-        for bucket, slot in grads:
+        num = self._first[-1]
+        has_all = len(grads) == num
+        flags = bytearray((b"\1" * num if has_all else self._accs.touched_flags()) + bytes(len(self.has_grad) + 1))
+        for bucket, slot in () if has_all else grads:
             flags[self._first[bucket] + slot] = 1
         for bucket in unreduced:
-            flags[len(touched) + bucket] = 1
+            flags[num + bucket] = 1
         return flags
 
     def _split(self, flags: bytes) -> tuple[list[int], bool]:

@@ -508,6 +508,7 @@ class Links:
                 self._incomplete.setdefault(source, bytearray()).extend(payload)
             else:
                 self._inbox.setdefault(source, deque()).append(bytes(self._incomplete.pop(source, b"")) + payload)
+                return  # most often there is no other one, and the next poll would see it at once
 
     def drop(self, keys: range) -> None:
         """Nobody will receive the messages under these keys, so they may go."""
