@@ -542,7 +542,7 @@ class ShardedOptimizer:
         self._leave()
         self._check_places("in step()")
         self.updater.after(changed)
-        self.state.note_update(changed)
+        self.state.note_update(changed, self.runtime.accumulators.touched)
         self._writes.remember()
         self.runtime.after_update(self.number)
         self.runtime.weights.watch()
