@@ -119,6 +119,22 @@ class Unset:
                 )
 
 
+def is_shared(tensor: Tensor) -> bool:
+    """Whether other processes may have this memory too (share_memory, a tensor that came through a queue)."""
+    return tensor.device.type == "cpu" and bool(tensor.is_shared())  # type: ignore[no-untyped-call, unused-ignore]
+
+
+def note_of_shared(params: Mapping[str, nn.Parameter]) -> str | None:
+    """The note for parameters that `zc.compile` takes out of memory that other processes may read."""
+    shared = next((name for name, param in params.items() if is_shared(param)), None)
+    if shared is None:
+        return None
+    return (
+        f"{shared} lay in memory that processes share (share_memory, or it came through a queue), and is in a bucket "
+        "of this process now: other processes don't see its updates. Copy it into a second model that is shared"
+    )
+
+
 def refuse_accumulate_hooks(params: Mapping[str, nn.Parameter]) -> None:
     """Raises ZcError for a post-accumulate-grad hook that is not ours."""
     for name, count in zip(params, torch_private.num_accumulate_hooks(params.values()), strict=True):
