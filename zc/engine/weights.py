@@ -245,9 +245,10 @@ class Weights(Part):
     def published(self, buckets: Sequence[int]) -> None:
         """A schedule has written the weights of ``buckets``, unseen by autograd. So their versions increase, and a
         backward through a forward from before this step fails, as in PyTorch."""
-        core = self.core
-        slots = (slot for index in buckets for slot in core.plan.bucket(index).slots)
-        torch.autograd.graph.increment_version([core.placed[slot.name] for slot in slots if not slot.is_left])
+        placed, plan = self.core.placed, self.core.plan
+        torch.autograd.graph.increment_version(
+            [placed[slot.name] for index in buckets for slot in plan.bucket(index).slots if not slot.is_left]
+        )
 
     def watch(self) -> None:
         """Called at the end of a step. Reads of new weights wait from then on, where these may be on their way."""
