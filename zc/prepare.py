@@ -30,7 +30,6 @@ from zc.errors import PlanError
 from zc.machine import is_cuda, note_of_connections
 from zc.offload.disk import open_file
 from zc.optim.assignment import Assignment, is_elementwise, note_of, optimizers_in, rule_of, try_out
-from zc.optim.param_writes import note_of_held, note_of_shared
 from zc.optim.trials import whole_keys
 from zc.planning.blocks import find_kinds
 from zc.planning.layout import Rule, own_strides
@@ -102,8 +101,8 @@ def notes_of(request: Request, ranks: Group) -> list[str]:
     """The notes that `zc.explain` lists from the start."""
     plan, device = request.plan, request.device
     notes = [*map(note_of, request.assignment.optimizers)] if ranks.world_size > 1 else []
-    notes += [ranks.shard.note, kernels.note_of(device), note_of_shared(request.assignment.params)]
-    notes.append(note_of_held(request.model, request.assignment.params))
+    notes += [ranks.shard.note, kernels.note_of(device), param_checks.note_of_shared(request.assignment.params)]
+    notes.append(param_checks.note_of_held(request.model, request.assignment.params))
     notes.append(_note_of_frozen(request.model, request.config.param_dtype))
     if request.config.shard_frozen and not plan.frozen:
         notes.append(

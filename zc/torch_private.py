@@ -121,60 +121,49 @@ def num_accumulate_hooks(params: Iterable[torch.nn.Parameter]) -> list[int]:
     return [len(getattr(param, "_post_accumulate_grad_hooks", None) or ()) for param in params]
 
 
-class _Edges(torch.autograd.function._SingleLevelFunction):
-    """Its node in the graph knows the nodes of all its inputs: one call for all, where
-    torch.autograd.graph.get_gradient_edge makes a view for each. (Of Function's base, 2.11 to 2.15: no
-    look at each input for functorch's sake.)"""
-
-    @staticmethod
-    def forward(ctx: Any, *tensors: torch.Tensor) -> torch.Tensor:
-        return torch.empty(0, device="cpu")
-
-
 def needed_by_autograd(params: Mapping[str, torch.nn.Parameter]) -> frozenset[str]:
-    """The parameters whose gradients the running backward must return as PyTorch has them: a hook waits for one, or it
-    is not added to ``param.grad``, under torch.autograd.grad and where ``backward(inputs=...)`` leaves it out.
+    """The parameters whose gradients the node that runs now, of a compiled backward, must return as PyTorch has them: a
+    hook waits for one, or it is not added to ``param.grad``, under torch.autograd.grad and where
+    ``backward(inputs=...)`` leaves it out.
 
     A hook on the node that adds to ``param.grad`` lives as long as somebody holds that node, and one who does holds its
     Python object: a node that this function alone holds is not asked.
 
-    (``torch._C._will_engine_execute_node``, since 2.1; ``Tensor._backward_hooks``, a dict or None, since 0.4; the node
-    of ``Function.apply`` lists its inputs' nodes in order; ``RemovableHandle.hooks_dict_ref``, since 0.4.)
+    (``torch._C._will_engine_execute_node``, since 2.1; ``Tensor._backward_hooks``, a dict or None, since 0.4;
+    ``RemovableHandle.hooks_dict_ref``, since 0.4; ``torch._C._current_autograd_node``, ``AccumulateGrad.variable``,
+    2.11 to 2.15.)
     """
-    trainable = {name: p for name, p in params.items() if p.requires_grad}  # not frozen since the forward
-    nodes = _nodes_of(trainable.values())
-    run = zip(trainable.items(), _which_run(nodes), strict=True)
-    free = {name for (name, param), runs in run if runs and not param._backward_hooks}
-    counts = list(map(sys.getrefcount, nodes))  # two loops in C, as each backward asks for all parameters
+    nodes = _leaves_below(torch._C._current_autograd_node())
+    own = {name: nodes.pop(id(param)) for name, param in params.items() if id(param) in nodes}
+    free = {name for name, runs in zip(own, _which_run(own.values()), strict=True) if runs}
+    # a parameter may have been frozen since the forward
+    free = {name for name in free if (param := params[name]).requires_grad and not param._backward_hooks}
+    counts = list(map(sys.getrefcount, own.values()))  # two loops in C, as each backward asks for all parameters
     if counts.count(_count_alone()) < len(counts):
-        held = zip(trainable, nodes, counts, strict=True)
-        free -= {name for name, node, count in held if count > _count_alone() and _has_hooks(node)}
+        held = zip(own.items(), counts, strict=True)
+        free -= {name for (name, node), count in held if count > _count_alone() and _has_hooks(node)}
     return frozenset(params.keys() - free)
 
 
 def reached_from_here() -> frozenset[int]:
-    """The ids of the tensors to whose ``.grad`` the node of the running backward gives gradients itself.
-    (``torch._C._current_autograd_node`` and ``AccumulateGrad.variable``, 2.11 to 2.15.)"""
-    edges = torch._C._current_autograd_node().next_functions
-    return frozenset(id(node.variable) for node, _ in edges if hasattr(node, "variable"))
+    """The ids of the parameters to whose ``.grad`` the node that runs now, of a compiled backward, gives gradients
+    itself. (As `needed_by_autograd`.)"""
+    return frozenset(_leaves_below(torch._C._current_autograd_node()))
 
 
-def _nodes_of(params: Collection[torch.Tensor]) -> list[Any]:
-    """The nodes that add to the ``.grad`` of these parameters."""
-    if not params:
-        return []
-    with torch.enable_grad(), without_torch_function():  # parameters may be absent (stage 3)
-        edges: Any = _Edges.apply(*params)  # type: ignore[attr-defined, no-untyped-call, unused-ignore]
-    return [node for node, _ in edges.grad_fn.next_functions]
+def _leaves_below(node: Any) -> dict[int, Any]:
+    """Of the parameters that this node of the graph has for inputs, by id: the nodes that add to their ``.grad``."""
+    leaf = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined, unused-ignore]
+    return {id(below.variable): below for below, _ in node.next_functions if isinstance(below, leaf)}
 
 
 @functools.cache
 def _count_alone() -> int:
-    """The reference count of a node that a list and a graph alone hold. (A graph counts as one, in 2.13.)"""
+    """The reference count of a node that a dict and a graph alone hold. (A graph counts as one, in 2.13.)"""
     param = torch.zeros(1, requires_grad=True, device="cpu")
     with torch.enable_grad():
         graph = param * 1
-    count = next(map(sys.getrefcount, _nodes_of([param])))
+    count = next(map(sys.getrefcount, _leaves_below(graph.grad_fn).values()))
     del graph  # until here it lives
     return count
 
@@ -190,7 +179,7 @@ def _has_hooks(node: Any) -> bool:
     return False
 
 
-def _which_run(nodes: Sequence[Any]) -> list[bool]:
+def _which_run(nodes: Collection[Any]) -> list[bool]:
     """Whether the running backward runs each of these nodes. A loop in C: each backward asks for all parameters."""
     try:
         return list(map(torch._C._will_engine_execute_node, nodes))  # type: ignore[attr-defined, unused-ignore]

@@ -19,7 +19,7 @@ PLANTED = [  # file, what is written at its end, what is said
     ("zc/planning/plan.py", "from zc.schedule import nodes", "planning -> zc.schedule.nodes"),
     ("zc/schedule/nodes.py", "from zc.passes import verify", "schedule -> zc.passes.verify"),
     ("zc/engine/ops.py", "def late():\n    from zc.compiler import backend", "engine -> zc.compiler.backend"),
-    ("zc/optim/param_writes.py", "import zc.checkpoint.files", "optim -> zc.checkpoint.files"),
+    ("zc/optim/model.py", "import zc.checkpoint.files", "optim -> zc.checkpoint.files"),
     ("zc/checkpoint/files.py", "from zc.api import compile", "checkpoint -> zc.api"),
     ("zc/api.py", "from zc.integrations import checkpoints", "root -> zc.integrations.checkpoints"),
     ("zc/planning/layout.py", "from zc.planning.plan import Plan", "zc.planning.layout -> zc.planning.plan"),

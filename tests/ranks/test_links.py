@@ -6,6 +6,7 @@ import os
 import socket
 import threading
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -103,7 +104,7 @@ def test_a_rank_that_ends_is_heard_of_at_once_but_what_it_sent_counts(num_unread
 
 def test_a_failure_that_the_watch_has_found_ends_a_wait() -> None:
     one, other = _pair()
-    other.failure = lambda: ValueError("out of step")
+    other.raise_failure = mock.Mock(side_effect=ValueError("out of step"))
     with pytest.raises(ValueError, match="out of step"):
         other.receive(0, 3, 4, 15)
     assert one.peers == (1,)

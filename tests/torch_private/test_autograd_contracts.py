@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -168,27 +168,48 @@ def test_accumulate_hooks() -> None:
     assert torch_private.num_accumulate_hooks([param]) == [0]
 
 
-@contract("needed_by_autograd", "torch._C._will_engine_execute_node, Tensor._backward_hooks or Function.apply's nodes")
+@contract("needed_by_autograd", "torch._C._will_engine_execute_node, AccumulateGrad.variable or Tensor._backward_hooks")
 def test_what_autograd_must_see() -> None:
     a, b = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))
 
-    def kept() -> frozenset[str]:
-        return torch_private.needed_by_autograd({"a": a, "b": b})
+    def kept(inputs: Sequence[nn.Parameter] | None = None, after: Callable[[], object] = int, **grad: Any) -> Any:
+        """What autograd must see in a backward to ``inputs``, or in torch.autograd.grad. ``after``: the forward."""
+        seen: list[frozenset[str]] = []
 
-    assert in_backward(kept, a, b) == frozenset()
-    assert in_backward(kept, a) == {"b"}, "the backward does not reach b"
-    assert in_backward(kept, a, b, grad=True) == {"a", "b"}
+        class Compiled(torch.autograd.Function):  # as a compiled graph's node
+            @staticmethod
+            def forward(ctx: Any, *params: Tensor) -> Tensor:
+                return torch.ones(1)
+
+            @staticmethod
+            def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, ...]:
+                seen.append(torch_private.needed_by_autograd({"a": a, "b": b, "c": nn.Parameter(torch.ones(1))}))
+                return torch.zeros(2), torch.zeros(3), torch.zeros(2)
+
+        total = Compiled.apply(a, b, a * 1)  # type: ignore[no-untyped-call]
+        after()
+        if grad:
+            torch.autograd.grad(total, [a, b])
+        else:
+            total.backward(inputs=inputs)
+        return seen[0] - {"c"} if "c" in seen[0] else "c is no input"
+
+    assert kept() == frozenset()
+    assert kept([a]) == {"b"}, "the backward does not reach b"
+    assert kept(grad=True) == {"a", "b"}
+    assert kept(after=lambda: a.requires_grad_(False)) == {"a"}
+    a.requires_grad_()
     handle = a.register_hook(lambda g: g)
-    assert in_backward(kept, a, b) == {"a"}
+    assert kept() == {"a"}
     handle.remove()
-    assert in_backward(kept, a, b) == frozenset()
+    assert kept() == frozenset()
     node = torch.autograd.graph.get_gradient_edge(b).node
-    assert in_backward(kept, a, b) == frozenset(), "a node without hooks"
+    assert kept() == frozenset(), "a node without hooks"
     for register in (node.register_hook, node.register_prehook):
         handle = register(lambda *_: None)
-        assert in_backward(kept, a, b) == {"b"}
+        assert kept() == {"b"}
         handle.remove()
-        assert in_backward(kept, a, b) == frozenset()
+        assert kept() == frozenset()
 
 
 @contract("reached_from_here", "torch._C._current_autograd_node or AccumulateGrad.variable")

@@ -412,26 +412,26 @@ class CompiledBackward(CompiledGraph):
         - all, where the block has programs for `MAX_PROGRAMS` - 2 other sets of such gradients: the two last programs
           are for all further sets.
         """
-        runtime, every = self.runtime, frozenset(self.written)
+        runtime = self.runtime
         keeps_graph = self._has_donated and torch_private.keeps_graph()
         member = None
         if self.block is not None:
             member = self.member_of(args)
             if member is None:
-                return self.get(None, self._variant(every, keeps_graph))
+                return self.get(None, self._variant(frozenset(self.written), keeps_graph))
         if member not in self._names:
             self._names[member] = {self.name_in(member, name): name for name in self.written}
         names = self._names[member]
         seen = torch_private.needed_by_autograd({name: runtime.params[name] for name in names})
-        gone: set[str] = set()
-        if runtime.num_left:  # a forward of before may have read another parameter of this name
+        gone = frozenset[str]()
+        if runtime.num_left:  # a forward of before may have read another parameter of this name: `seen` has it, too
             reached = torch_private.reached_from_here()
-            gone = {name for name in names if id(runtime.params.get(name)) not in reached}
-        visible = frozenset(names[name] for name in seen | gone | runtime.summed_by_autograd.intersection(names))
-        variant = self._variant(visible, keeps_graph, frozenset(names[name] for name in gone))
-        num_variants = sum(other == member for other, _ in self._programs)
-        if (member, variant) not in self._programs and num_variants >= MAX_PROGRAMS - 2:
-            variant = self._variant(every, keeps_graph, variant.gone)
+            gone = frozenset(own for name, own in names.items() if id(runtime.params.get(name)) not in reached)
+        visible = frozenset(names[name] for name in seen | (names.keys() & runtime.summed_by_autograd))
+        variant = self._variant(visible, keeps_graph, gone)
+        is_new = (member, variant) not in self._programs
+        if is_new and sum(other == member for other, _ in self._programs) >= MAX_PROGRAMS - 2:
+            variant = self._variant(frozenset(self.written), keeps_graph, gone)
             runtime.say_once(
                 f"a backward graph met more than {MAX_PROGRAMS - 2} sets of parameters with hooks, or of inputs of "
                 "torch.autograd.grad: for further sets all of its gradients come through hooks, without overlap"

@@ -248,9 +248,6 @@ class Announcements(Agreement):
         while not (announcement := self.announce(BOUNDARY, own_flags, grads)).is_same():
             pass  # another rank has more backwards to do
         self._compare_pasts(announcement)
-        if not announcement.is_equal(_SUMS):
-            raise_sums_differ(self._group, [sums for _, sums in sorted(self._in_sums.items())])
-        self._group.record_agreement()
         flags = announcement.flags()
         buckets, is_by_grad = self._split(flags)
         if is_by_grad and not announcement.is_equal(_GRADS):  # on all ranks, and nothing has changed
@@ -270,17 +267,18 @@ class Announcements(Agreement):
 
     def _compare_pasts(self, boundary: Announcement) -> None:
         """Raises RankMismatchError on every rank if exchanges completed although ranks made different ones: one a norm,
-        another a largest value (zc/ranks/watch.py)."""
+        another a largest value (zc/ranks/watch.py); or if the sums of some ranks hold other gradients."""
         journal = self._group.journal
-        if journal is None:
-            return
-        if not boundary.is_equal(_PAST):
+        if journal is not None and not boundary.is_equal(_PAST):
             self._group.same_everywhere(
                 "what was exchanged since the last update",
                 journal.lines(),
                 "Let every rank make the same calls between two updates (norms, step, loading of states), in one order",
             )
-        journal.begin_update()
+        if not boundary.is_equal(_SUMS):
+            raise_sums_differ(self._group, [sums for _, sums in sorted(self._in_sums.items())])
+        if journal is not None:
+            journal.begin_update()
 
     def pop_waits(self) -> Waits:
         waits = {kind: list(seconds) for kind, seconds in self._waits.items()}
@@ -311,12 +309,13 @@ class Announcements(Agreement):
     def _flags(self, grads: Collection[Where] = (), unreduced: Collection[int] = ()) -> bytearray:
         """By parameter whether this rank has a gradient; by bucket whether it still has to reduce one; and whether a
         ``param.grad`` was read."""
-        touched = self._accs.touched_flags()
-        flags = bytearray(touched + bytes(len(self.has_grad) + 1))
-        for bucket, slot in grads:
+        num = self._first[-1]
+        has_all = len(grads) == num
+        flags = bytearray((b"\1" * num if has_all else self._accs.touched_flags()) + bytes(len(self.has_grad) + 1))
+        for bucket, slot in () if has_all else grads:
             flags[self._first[bucket] + slot] = 1
         for bucket in unreduced:
-            flags[len(touched) + bucket] = 1
+            flags[num + bucket] = 1
         return flags
 
     def _split(self, flags: bytes) -> tuple[list[int], bool]:

@@ -504,7 +504,7 @@ class Accumulators:
                     if tensors:
                         tensors[bucket.index].zero_()
             self.spilled.discard(bucket.index)
-            self.edited -= {(bucket.index, slot) for slot in range(len(bucket.slots))}
+            self.edited = {where for where in self.edited if where[0] != bucket.index}
             for where in [where for where in self.assigned if where[0] == bucket.index]:
                 value = self.assigned.pop(where)
                 if not set_to_none:

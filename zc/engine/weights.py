@@ -245,9 +245,10 @@ class Weights(Part):
     def published(self, buckets: Sequence[int]) -> None:
         """A schedule has written the weights of ``buckets``, unseen by autograd. So their versions increase, and a
         backward through a forward from before this step fails, as in PyTorch."""
-        core, plan = self.core, self.core.plan
-        params = [param for index in buckets for _, param in core.params_in(plan.bucket(index))]
-        torch.autograd.graph.increment_version(params)
+        placed, plan = self.core.placed, self.core.plan
+        torch.autograd.graph.increment_version(
+            [placed[slot.name] for index in buckets for slot in plan.bucket(index).slots if not slot.is_left]
+        )
 
     def watch(self) -> None:
         """Called at the end of a step. Reads of new weights wait from then on, where these may be on their way."""

@@ -37,7 +37,6 @@ from zc.optim.assignment import is_known
 from zc.optim.class_methods import candidates, may_zero, mentions, on_slices
 from zc.optim.grad_shards import GradShards, ShardedGrad
 from zc.optim.local import REPLACED, second_object, with_zero_grad
-from zc.optim.param_writes import ParamWrites
 from zc.optim.sharded_value import ShardedValue
 from zc.optim.state_view import StateView
 from zc.optim.trials import Habits, habits_of, num_closure_calls
@@ -47,6 +46,7 @@ from zc.planning.plan import Bucket
 if TYPE_CHECKING:
     from zc.engine.core import Updater
     from zc.engine.runtime import Runtime
+    from zc.optim.model import ParamWrites
 
     MakeUpdater = Callable[["ShardedOptimizer"], Updater]
 
@@ -542,7 +542,7 @@ class ShardedOptimizer:
         self._leave()
         self._check_places("in step()")
         self.updater.after(changed)
-        self.state.note_update(changed)
+        self.state.note_update(changed, self.runtime.accumulators.touched)
         self._writes.remember()
         self.runtime.after_update(self.number)
         self.runtime.weights.watch()

@@ -314,16 +314,14 @@ class StateView(MutableMapping[Any, Any]):
         """These parameters have state on some rank."""
         self._updated.update(names)
 
-    def note_update(self, changed: Sequence[int]) -> None:
-        """The class has updated the parameters in these buckets that have a gradient."""
-        runtime = self.owner.runtime
-        plan, touched = runtime.plan, runtime.accumulators.touched
+    def note_update(self, changed: Sequence[int], touched: Sequence[Sequence[bool]]) -> None:
+        """The class has updated the parameters in these buckets that have a gradient, as ``touched`` says."""
         noted = [touched[index] for index in changed]
         if noted != self._noted:
             self._counted.update(dict.fromkeys(self._with_gradient, self._num_updates - self._num_counted))
             self._noted, self._num_counted = [list(flags) for flags in noted], self._num_updates
             slots = [(s.name, flag) for index, flags in zip(changed, noted, strict=True)
-                     for s, flag in zip(plan.buckets[index].slots, flags, strict=True)]  # fmt: skip
+                     for s, flag in zip(self.owner.runtime.plan.buckets[index].slots, flags, strict=True)]  # fmt: skip
             self._with_gradient = frozenset(name for name, is_touched in slots if is_touched)
             self.note(self._with_gradient)
         self._num_updates += 1

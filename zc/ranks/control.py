@@ -287,11 +287,6 @@ class Control(Exchanges):
         if self.journal is not None:
             self.journal.record_call(what, shared=shared)
 
-    def record_agreement(self) -> None:
-        """All ranks have made the same calls so far."""
-        if self.journal is not None:
-            self.journal.watch.trail.agree()
-
     def set_plan(self, plan: Plan) -> None:
         """From here on the journal's entries are exchanges of ``plan``."""
         if self.journal is not None:

@@ -158,8 +158,9 @@ class Journal:
         return [self.words(entry) for entry in self.record.entries]
 
     def begin_update(self) -> None:
-        """All ranks have the same record, so the next one begins."""
+        """All ranks have made the same calls so far and have the same record, so the next one begins."""
         self.record = Record(self.record.epoch + 1, [])
+        self.watch.trail.agreed = self.watch.trail.num_shared
 
     def words(self, entry: Entry | str) -> str:
         """What is exchanged, and of which parameters. Announcements are words already."""
@@ -193,7 +194,7 @@ class Journal:
                 step(None)
             else:
                 while not step(SLICE_S):
-                    self._raise_verdict()
+                    self.raise_verdict()
         except RuntimeError as error:
             if isinstance(error, ZcError):
                 raise
@@ -210,7 +211,7 @@ class Journal:
         """Waits for a stream's thread, on the calling thread. Raises the verdict of the watch."""
         started = time.monotonic()
         while not event.wait(SLICE_S):
-            self._raise_verdict()
+            self.raise_verdict()
         self.exposed_s += time.monotonic() - started
 
     def explained(self, error: RuntimeError) -> Exception:
@@ -237,9 +238,6 @@ class Journal:
         """Whether there is a verdict: no exchange completes any more."""
         return self._has_failed.is_set()
 
-    def verdict(self) -> ZcError | None:
-        return self.error() if self.has_failed else None
-
     def error(self) -> ZcError:
         assert self._verdict is not None
         kind, text = self._verdict
@@ -264,8 +262,8 @@ class Journal:
             self._place = self.report(_ERRORS[kind](text))
             self._has_failed.set()
 
-    def _raise_verdict(self) -> None:
-        if self.has_failed:
+    def raise_verdict(self) -> None:
+        if self._has_failed.is_set():
             raise self.error()
 
 
@@ -311,10 +309,6 @@ class Trail:
                 last.times += 1
                 return
         self.entries.append(TrailEntry(self.num_shared + (not shared), shared, model, what, code, line))
-
-    def agree(self) -> None:
-        """All ranks have made the same calls so far."""
-        self.agreed = self.num_shared
 
 
 def frame_of_program(frame: FrameType | None) -> FrameType | None:

@@ -201,7 +201,7 @@ class Neighbours:
         self.numbers = self.links.numbers = numbers
         self.journal = journal
         if journal is not None:
-            self.links.failure = journal.verdict
+            self.links.raise_failure = journal.raise_verdict
 
     # --- signals ---
 
@@ -411,7 +411,7 @@ class Links:
         self._ended: set[int] = set()  # ranks whose processes have ended
         self._is_polling = False  # one thread polls the sockets, without the condition; the others wait for it
         self._changed = threading.Condition()
-        self.failure: Callable[[], Exception | None] = lambda: None  # the verdict that ends every wait
+        self.raise_failure: Callable[[], None] = lambda: None  # raises the verdict that ends every wait
         self.numbers: Sequence[int] = range(max(self.peers, default=0) + 1)  # by which errors name ranks
         self.close = weakref.finalize(self, _close, tuple(self._sockets.values()))
 
@@ -424,7 +424,7 @@ class Links:
                     self._sockets[peer].send(piece)
                     break
                 except BlockingIOError:  # the rank is many messages late
-                    self._raise_failure()
+                    self.raise_failure()
                     with self._changed:  # it may wait for room to send here, too
                         self._listen(_SLICE_S, room_for=peer)
                 except OSError as error:
@@ -432,7 +432,7 @@ class Links:
                         return
                     if error.errno not in _NO_MEMORY:
                         raise RuntimeError(f"a message to rank {self.numbers[peer]} can't be sent: {error}") from error
-                    self._raise_failure()
+                    self.raise_failure()
                     time.sleep(_RETRY_S)
 
     def receive(self, peer: int, key: int, nbytes: int, seconds: float | None = None) -> bytes | None:
@@ -449,7 +449,7 @@ class Links:
                     return message
                 if peer in self._ended:
                     raise RuntimeError(f"rank {self.numbers[peer]} has closed its connection")
-                self._raise_failure()
+                self.raise_failure()
                 left = _SLICE_S if end is None else min(_SLICE_S, end - time.monotonic())
                 if left <= 0:
                     return None
@@ -508,6 +508,7 @@ class Links:
                 self._incomplete.setdefault(source, bytearray()).extend(payload)
             else:
                 self._inbox.setdefault(source, deque()).append(bytes(self._incomplete.pop(source, b"")) + payload)
+                return  # most often there is no other one, and the next poll would see it at once
 
     def drop(self, keys: range) -> None:
         """Nobody will receive the messages under these keys, so they may go."""
@@ -515,11 +516,6 @@ class Links:
             if len(self._inbox) > _MAX_UNRECEIVED * len(self.peers):
                 for source in [source for source in self._inbox if source[1] in keys]:
                     del self._inbox[source]
-
-    def _raise_failure(self) -> None:
-        failure = self.failure()
-        if failure is not None:
-            raise failure
 
 
 def _close(sockets: Iterable[socket.socket]) -> None:

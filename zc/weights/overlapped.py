@@ -52,7 +52,7 @@ from zc.engine.weights import Weights, publish_graph
 from zc.errors import ZcError
 from zc.planning.plan import Plan, block_of, split_name
 from zc.schedule.buffer import Buffer, carried_event
-from zc.weights.param import ManagedParams, is_shared
+from zc.weights.param import ManagedParams, is_held_elsewhere
 
 MAX_LATE = 3  # forwards in which Dynamo compiles one frame while weights are on their way
 
@@ -255,7 +255,7 @@ class OverlappedWeights(Weights):
         if others:
             return f"parameters of class {', '.join(others)} can't be watched"
         for name, param in params.items():
-            if is_shared(param):
+            if is_held_elsewhere(param):
                 return (
                     f"something other than the parameter holds the memory of {name} (a view, p.data, p.detach() or an "
                     "array kept from before the step), and may be read unseen"

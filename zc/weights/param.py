@@ -446,7 +446,7 @@ class ManagedParams:
         return weights is not None and weights.load_value(param, value)
 
 
-def is_shared(param: nn.Parameter) -> bool:
+def is_held_elsewhere(param: nn.Parameter) -> bool:
     """Whether something else holds the memory of a parameter, which has a storage of its own."""
     with torch_private.without_torch_function():
         return torch_private.num_sharing(param) > 2  # itself, and the question's

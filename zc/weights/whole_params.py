@@ -27,7 +27,7 @@ from zc.planning.plan import Bucket
 from zc.schedule.buffer import Buffer
 from zc.schedule.nodes import put
 from zc.schedule.spec import Publish, gather_node
-from zc.weights.param import give_bytes, is_shared
+from zc.weights.param import give_bytes, is_held_elsewhere
 from zc.weights.state_dicts import write_value
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ class WholeParams(Part):
         core = self.core
         for bucket in map(core.plan.bucket, sorted(self.buckets.keys() & buckets)):
             for slot, param in core.params_in(bucket):
-                if is_shared(param):
+                if is_held_elsewhere(param):
                     core.say_once(
                         f"{core.plan.why_sharded}: something that shares memory with {slot.name} outlives the update: "
                         "a view that the program has kept, or the graph of a loss without its backward. It has the "
