@@ -155,7 +155,7 @@ def needed_by_autograd(params: Mapping[str, torch.nn.Parameter]) -> frozenset[st
 def reached_from_here() -> frozenset[int]:
     """The ids of the tensors to whose ``.grad`` the node of the running backward gives gradients itself.
     (``torch._C._current_autograd_node`` and ``AccumulateGrad.variable``, 2.11 to 2.15.)"""
-    edges = torch._C._current_autograd_node().next_functions
+    edges: Any = torch._C._current_autograd_node().next_functions
     return frozenset(id(node.variable) for node, _ in edges if hasattr(node, "variable"))
 
 

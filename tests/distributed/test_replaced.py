@@ -139,7 +139,7 @@ def test_a_replaced_parameter_is_refused_by_name_until_it_has_a_place(stage: int
 
 
 @pytest.mark.parametrize(
-    "change, options",
+    ("change", "options"),
     [
         ("ties", {"overlap_gather": True}),  # KeyError after the update, before its gathers
         ("wraps", {}),  # it was taken for a frozen one, and each step asked for zc.recompile
