@@ -145,6 +145,7 @@ def test_a_replaced_parameter_is_refused_by_name_until_it_has_a_place(stage: int
         ("wraps", {}),  # it was taken for a frozen one, and each step asked for zc.recompile
         ("replaces", {"backend": "aot_eager"}),  # the new one got the old one's gradient, too
         ("replaces", {"backend": "aot_eager", "stage": 3}),  # and the backward read the new one's values
+        ("replaces frozen", {"backend": "aot_eager", "stage": 3}),  # KeyError
     ],
 )
 def test_a_parameter_leaves_or_stays_while_a_forward_waits_for_its_backward(
@@ -152,6 +153,8 @@ def test_a_parameter_leaves_or_stays_while_a_forward_waits_for_its_backward(
 ) -> None:
     torch.manual_seed(0)
     model, x = mlp(depth=3), torch.ones(4, 16)
+    is_frozen = change == "replaces frozen"
+    model[2].requires_grad_(not is_frozen)
     twin = copy.deepcopy(model)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, twin)]
     zc.compile(model, optimizers[0], **({"backend": "eager"} | options))
@@ -160,7 +163,7 @@ def test_a_parameter_leaves_or_stays_while_a_forward_waits_for_its_backward(
         if change == "ties":
             each[2].weight = each[0].weight
             continue
-        each[2] = nn.Sequential(each[2], layer()) if change == "wraps" else layer()
+        each[2] = nn.Sequential(each[2], layer()) if change == "wraps" else layer().requires_grad_(not is_frozen)
         known = {id(param) for group in optimizer.param_groups for param in group["params"]}
         optimizer.add_param_group({"params": [p for p in each[2].parameters() if id(p) not in known]})
     zc.recompile(model)
