@@ -145,6 +145,7 @@ def test_a_replaced_parameter_is_refused_by_name_until_it_has_a_place(stage: int
         ("wraps", {}, ()),  # it was taken for a frozen one, and each step asked for zc.recompile
         ("replaces", {"backend": "aot_eager"}, ()),  # the new one got the old one's gradient, too
         ("replaces", {"backend": "aot_eager", "stage": 3}, ()),  # and the backward read the new one's values
+        ("replaces", {"backend": "aot_eager", "stage": 3}, (2,)),  # KeyError
         ((0, 2), {"stage": 3}, (0,)),  # the other one was taken for a frozen one, as it comes later
         ((0, 2), {"shard_frozen": True}, (0,)),
         ((2, 0), {"shard_frozen": True}, (0,)),  # the rest of its bucket was gathered from shards that there are not
@@ -167,6 +168,8 @@ def test_a_parameter_leaves_or_stays_while_a_forward_waits_for_its_backward(
             each[change[0]].weight = each[change[1]].weight
             continue
         each[2] = nn.Sequential(each[2], layer()) if change == "wraps" else layer()
+        if change == "replaces":
+            each[2].weight.requires_grad_(2 not in frozen)
         known = {id(param) for group in optimizer.param_groups for param in group["params"]}
         optimizer.add_param_group({"params": [p for p in each[2].parameters() if id(p) not in known]})
     zc.recompile(model)

@@ -206,7 +206,9 @@ class CompiledGraph(ABC):
             name = node.meta.pop("param", None)
             if name is None or name in gone or (self.block is not None and member is None):
                 continue
-            place = where[self.name_in(member, name)]
+            place = where.get(self.name_in(member, name))
+            if place is None:  # a frozen one that has left since the forward
+                continue
             if plan.is_sharded(plan.bucket(place[0])):
                 node.meta["weight"] = place
             else:
