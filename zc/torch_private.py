@@ -145,12 +145,6 @@ def needed_by_autograd(params: Mapping[str, torch.nn.Parameter]) -> frozenset[st
     return frozenset(params.keys() - free)
 
 
-def reached_from_here() -> frozenset[int]:
-    """The ids of the parameters to whose ``.grad`` the node that runs now, of a compiled backward, gives gradients
-    itself. (As `needed_by_autograd`.)"""
-    return frozenset(_leaves_below(torch._C._current_autograd_node()))
-
-
 def _leaves_below(node: Any) -> dict[int, Any]:
     """Of the parameters that this node of the graph has for inputs, by id: the nodes that add to their ``.grad``."""
     leaf = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined, unused-ignore]

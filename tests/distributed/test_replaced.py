@@ -146,6 +146,9 @@ def test_a_replaced_parameter_is_refused_by_name_until_it_has_a_place(stage: int
         ("replaces", {"backend": "aot_eager"}, ()),  # the new one got the old one's gradient, too
         ("replaces", {"backend": "aot_eager", "stage": 3}, ()),  # and the backward read the new one's values
         ("replaces", {"backend": "aot_eager", "stage": 3}, (2,)),  # KeyError
+        ("freezes", {"backend": "aot_eager"}, ()),  # KeyError
+        ("trains", {"backend": "aot_eager", "stage": 3}, (2,)),  # the backward read the new one's values
+        ("unfreezes", {"backend": "aot_eager", "shard_frozen": True}, (2,)),  # IndexError: no weights are sharded now
         ((0, 2), {"stage": 3}, (0,)),  # the other one was taken for a frozen one, as it comes later
         ((0, 2), {"shard_frozen": True}, (0,)),
         ((2, 0), {"shard_frozen": True}, (0,)),  # the rest of its bucket was gathered from shards that there are not
@@ -154,7 +157,8 @@ def test_a_replaced_parameter_is_refused_by_name_until_it_has_a_place(stage: int
 def test_a_parameter_leaves_or_stays_while_a_forward_waits_for_its_backward(
     change: str | tuple[int, int], options: dict[str, Any], frozen: tuple[int, ...]
 ) -> None:
-    """``change``: of the last layer, or two: the weight of the first becomes that of the second."""
+    """``change``: of the last layer, to one that is frozen ("freezes"), or not ("trains"), or as it was ("replaces");
+    or two layers: the weight of the first becomes that of the second."""
     torch.manual_seed(0)
     model, x = mlp(depth=3), torch.ones(4, 16)
     for k in frozen:
@@ -167,9 +171,12 @@ def test_a_parameter_leaves_or_stays_while_a_forward_waits_for_its_backward(
         if isinstance(change, tuple):
             each[change[0]].weight = each[change[1]].weight
             continue
+        if change == "unfreezes":
+            each[2].requires_grad_()
+            continue
         each[2] = nn.Sequential(each[2], layer()) if change == "wraps" else layer()
-        if change == "replaces":
-            each[2].weight.requires_grad_(2 not in frozen)
+        if change == "freezes" or (change == "replaces" and frozen):
+            each[2].weight.requires_grad_(False)
         known = {id(param) for group in optimizer.param_groups for param in group["params"]}
         optimizer.add_param_group({"params": [p for p in each[2].parameters() if id(p) not in known]})
     zc.recompile(model)

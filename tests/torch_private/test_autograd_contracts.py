@@ -212,25 +212,6 @@ def test_what_autograd_must_see() -> None:
         assert kept() == frozenset()
 
 
-@contract("reached_from_here", "torch._C._current_autograd_node or AccumulateGrad.variable")
-def test_whose_gradients_a_node_makes() -> None:
-    a, b, seen = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2)), []
-
-    class Add(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-            return first + second
-
-        @staticmethod
-        def backward(ctx: Any, grad: torch.Tensor) -> Any:
-            seen.append(torch_private.reached_from_here())
-            return grad, grad
-
-    Add.apply(a, b).sum().backward()  # type: ignore[no-untyped-call]
-    Add.apply(a * 1, b).sum().backward()  # type: ignore[no-untyped-call]
-    assert seen == [{id(a), id(b)}, {id(b)}]
-
-
 @contract("compiled_autograd_is_on", "torch._dynamo.compiled_autograd's flags")
 def test_compiled_autograd() -> None:
     from torch._dynamo import compiled_autograd

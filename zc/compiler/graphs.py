@@ -207,7 +207,7 @@ class CompiledGraph(ABC):
             if name is None or name in gone or (self.block is not None and member is None):
                 continue
             place = where.get(self.name_in(member, name))
-            if place is None:  # a frozen one that has left since the forward
+            if place is None:  # a frozen one that has left since it was traced
                 continue
             if plan.is_sharded(plan.bucket(place[0])):
                 node.meta["weight"] = place
@@ -383,6 +383,8 @@ class CompiledBackward(CompiledGraph):
     def __init__(self, origin: Origin, traced: Traced) -> None:
         super().__init__(origin, traced, weights=origin.runtime.plan.sharded_names)
         _refuse_writes_to_copies(self.graph, origin)
+        inputs = enumerate(self.graph.find_nodes(op="placeholder"))
+        self._reads = [(k, node.meta["param"]) for k, node in inputs if "param" in node.meta]  # sharded weights
         self.grad_of = _grad_of(self.graph, origin)
         self.written = [name for name in self.grad_of if name is not None]
         self.params += self.written
@@ -424,12 +426,11 @@ class CompiledBackward(CompiledGraph):
         if member not in self._names:
             self._names[member] = {self.name_in(member, name): name for name in self.written}
         names = self._names[member]
-        seen = torch_private.needed_by_autograd({name: runtime.params[name] for name in names})
-        gone = frozenset[str]()
-        if runtime.num_left:  # a forward of before may have read another parameter of this name: `seen` has it, too
-            reached = torch_private.reached_from_here()
-            gone = frozenset(own for name, own in names.items() if id(runtime.params.get(name)) not in reached)
-        visible = frozenset(names[name] for name in seen | (names.keys() & runtime.summed_by_autograd))
+        params, of = runtime.params, names.keys()
+        known = of & params.keys() if runtime.num_left else of  # frozen parameters may have the others' names now
+        seen = torch_private.needed_by_autograd({name: params[name] for name in known}) | (of - known)
+        visible = frozenset(names[name] for name in seen | (of & runtime.summed_by_autograd))
+        gone = self._gone(member, args) if runtime.num_left else frozenset[str]()
         variant = self._variant(visible, keeps_graph, gone)
         is_new = (member, variant) not in self._programs
         if is_new and sum(other == member for other, _ in self._programs) >= MAX_PROGRAMS - 2:
@@ -439,6 +440,11 @@ class CompiledBackward(CompiledGraph):
                 "torch.autograd.grad: for further sets all of its gradients come through hooks, without overlap"
             )
         return self.get(member, variant)
+
+    def _gone(self, member: str | None, args: Sequence[Any]) -> frozenset[str]:
+        """The weights that the graph reads, and that have left the plan since its forward: others have their names."""
+        placed = self.runtime.placed
+        return frozenset(name for k, name in self._reads if args[k] is not placed.get(self.name_in(member, name)))
 
     def _variant(self, visible: frozenset[str], keeps_graph: bool, gone: frozenset[str] = frozenset()) -> _Variant:
         return _Variant(self.runtime.current_plan.reduces, visible, keeps_graph, gone)

@@ -393,7 +393,7 @@ class ModelPasses(Part):
         number = torch_private.current_graph_task()
         if number == -1 or number in self._backwards or self.is_unsharded:
             return
-        is_on_cpu = self.core.plan.sharded[0].device.type == "cpu"
+        is_on_cpu = self.core.plan.buckets[0].device.type == "cpu"
         use = self._backwards[number] = self.managed.enter("a backward", beside_others=not is_on_cpu)
         torch_private.queue_callback(use.end)
 
