@@ -207,6 +207,38 @@ def test_a_parameter_that_is_frozen_again_after_recompile(backend: str) -> None:
         torch.testing.assert_close(value, twin.state_dict()[name], rtol=1e-12, atol=1e-12)
 
 
+class Multiplied(nn.Module):
+    """Reads a weight beside its module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.first(x)) @ self.last.weight
+
+
+@pytest.mark.parametrize("stance", ["force_eager", "eager_on_recompile", "eager_then_compile"])
+def test_a_stance_of_the_compiler_may_leave_a_forward_uncompiled(stance: str) -> None:
+    """It read weights without bytes: torch's bare error about a storage of size 0."""
+    torch.manual_seed(0)
+    net = Multiplied()
+    twin = copy.deepcopy(net)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (net, twin)]
+    zc.compile(net, optimizers[0], stage=3, backend="aot_eager", bucket_nbytes=1)
+    for step in range(4):
+        x = torch.randn(3 + step // 2, DIM)
+        for each, optimizer in zip((net, twin), optimizers, strict=True):
+            with torch.compiler.set_stance(stance if step % 2 else "default"):
+                loss = each(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert "torch.compiler.set_stance or TORCHDYNAMO_DISABLE leaves uncompiled" in zc.explain(net).sections["notes"]
+    for name, value in zc.full_state_dict(net).items():
+        torch.testing.assert_close(value, twin.state_dict()[name])
+
+
 class Branching(nn.Module):
     """Without blocks. From the third update on its forward leaves the graph and reads another module's weight."""
 

@@ -414,7 +414,11 @@ class ModelPasses(Part):
             core.group.record_call("a forward", shared=False)
             self._begin()
             if self.is_one_graph:
-                if self.may_break:
+                if torch_private.may_skip_compiling():
+                    self._is_trial = True
+                    reason = "code that torch.compiler.set_stance or TORCHDYNAMO_DISABLE leaves uncompiled may read"
+                    self._whole.unshard_for(reason, {*core.sharded_buckets})
+                elif self.may_break:
                     self._is_trial = True
                     self._whole.unshard(core.sharded_buckets)
                 self.managed.release()
