@@ -433,14 +433,6 @@ def graph_breaks() -> dict[str, int]:
     return times_of
 
 
-def may_skip_compiling() -> bool:
-    """Whether ``torch.compiler.set_stance`` or ``TORCHDYNAMO_DISABLE`` lets Dynamo run as it is what would be compiled,
-    of which nothing tells. (``torch._dynamo.eval_frame._stance.stance``, 2.11 to 2.15: set_stance has no question.)"""
-    from torch._dynamo import config, eval_frame
-
-    return config.disable or eval_frame._stance.stance in ("force_eager", "eager_on_recompile", "eager_then_compile")
-
-
 @contextlib.contextmanager
 def before_compiling(call: Callable[[], None], after: Callable[[], None]) -> Iterator[None]:
     """Inside, ``call()`` runs before Dynamo compiles a frame, in any thread, and ``after()`` after it, before that code

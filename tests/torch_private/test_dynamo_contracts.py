@@ -21,18 +21,6 @@ class Refusal(RuntimeError):
     """Of the package that defines the backend: this file."""
 
 
-@contract("may_skip_compiling", "torch._dynamo.eval_frame._stance or torch._dynamo.config.disable")
-def test_what_lets_dynamo_run_as_it_is_what_would_be_compiled() -> None:
-    made: list[fx.GraphModule] = []
-    for stance in ("default", "force_eager", "eager_on_recompile", "eager_then_compile"):
-        for is_disabled in (False, True):
-            torch.compiler.reset()
-            made.clear()
-            with torch.compiler.set_stance(stance), torch._dynamo.config.patch(disable=is_disabled):
-                torch.compile(lambda x: x + 1, backend=lambda gm, inputs: made.append(gm) or gm.forward)(torch.ones(2))
-                assert torch_private.may_skip_compiling() == (not made), stance
-
-
 @contract("before_compiling", "torch._dynamo.callback")
 def test_callbacks_run_around_the_compilation_of_a_frame() -> None:
     calls: list[str] = []

@@ -137,8 +137,11 @@ class ShardedWeights(Weights):
 
     def _before_module(self, module: nn.Module) -> None:
         """A module runs eagerly."""
+        if self.passes.is_unsharded:
+            return
+        self.passes.note_uncompiled()
         own = list(module.parameters(recurse=False))
-        if own and not self.passes.is_unsharded:
+        if own:
             self.whole.unshard_params(own)
 
     def install_hooks(self, model: nn.Module) -> None:
@@ -414,11 +417,7 @@ class ModelPasses(Part):
             core.group.record_call("a forward", shared=False)
             self._begin()
             if self.is_one_graph:
-                if torch_private.may_skip_compiling():
-                    self._is_trial = True
-                    reason = "code that torch.compiler.set_stance or TORCHDYNAMO_DISABLE leaves uncompiled may read"
-                    self._whole.unshard_for(reason, {*core.sharded_buckets})
-                elif self.may_break:
+                if self.may_break:
                     self._is_trial = True
                     self._whole.unshard(core.sharded_buckets)
                 self.managed.release()
@@ -439,6 +438,14 @@ class ModelPasses(Part):
                     self._whole.reshard_unwritten(self._whole.buckets.keys() - before)
                     core.buffers.drop_arena()
                 self.make_absent()
+
+    def note_uncompiled(self) -> None:
+        """A module runs as it is. Inside a forward that is to be compiled nothing else need tell: the limit of
+        recompiles, ``torch.compiler.set_stance``, ``TORCHDYNAMO_DISABLE``. That code may read weights beside modules,
+        so all are whole before it does."""
+        if self._depth and self.is_one_graph and not self._is_trial:
+            self._is_trial = True
+            self._whole.unshard_for("code that Dynamo leaves uncompiled may read", {*self.core.sharded_buckets})
 
     def _watching_dynamo(self) -> AbstractContextManager[None]:
         """Inside, a frame that Dynamo compiles anew may leave code uncompiled, which reads parameters past any hook of
