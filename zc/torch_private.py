@@ -140,8 +140,8 @@ def needed_by_autograd(params: Mapping[str, torch.nn.Parameter]) -> frozenset[st
     free = {name for name in free if (param := params[name]).requires_grad and not param._backward_hooks}
     counts = list(map(sys.getrefcount, own.values()))  # two loops in C, as each backward asks for all parameters
     if counts.count(_count_alone()) < len(counts):
-        held = zip(own.items(), counts, strict=True)
-        free -= {name for (name, node), count in held if count > _count_alone() and _has_hooks(node)}
+        by_name = zip(own.items(), counts, strict=True)
+        free -= {name for (name, node), count in by_name if count > _count_alone() and _has_hooks(node)}
     return frozenset(params.keys() - free)
 
 

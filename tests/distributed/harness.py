@@ -78,13 +78,13 @@ def keep_kernels(compiled: Path) -> None:
     Inductor names it after a hash of its source and of the command. Graphs are not kept, every run compiles those."""
     for library in compiled.glob("inductor/*/*.main.so"):
         for file in (library.with_suffix(".cpp"), library):
-            kept = kept_kernels() / file.relative_to(compiled / "inductor")
-            if not kept.exists():
-                kept.parent.mkdir(exist_ok=True)
-                with tempfile.NamedTemporaryFile(dir=kept.parent, delete=False) as copy:
+            place = kept_kernels() / file.relative_to(compiled / "inductor")
+            if not place.exists():
+                place.parent.mkdir(exist_ok=True)
+                with tempfile.NamedTemporaryFile(dir=place.parent, delete=False) as copy:
                     copy.write(file.read_bytes())
                 os.chmod(copy.name, file.stat().st_mode)
-                os.rename(copy.name, kept)
+                os.rename(copy.name, place)
 
 
 class RanksFailed(AssertionError):

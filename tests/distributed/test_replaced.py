@@ -177,8 +177,8 @@ def test_a_parameter_leaves_or_stays_while_a_forward_waits_for_its_backward(
         each[2] = nn.Sequential(each[2], layer()) if change == "wraps" else layer()
         if change == "freezes" or (change == "replaces" and frozen):
             each[2].weight.requires_grad_(False)
-        known = {id(param) for group in optimizer.param_groups for param in group["params"]}
-        optimizer.add_param_group({"params": [p for p in each[2].parameters() if id(p) not in known]})
+        optimized = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        optimizer.add_param_group({"params": [p for p in each[2].parameters() if id(p) not in optimized]})
     zc.recompile(model)
     for each, optimizer, loss in zip((model, twin), optimizers, losses, strict=True):
         (loss + mean_square(each, (x, x))).backward()

@@ -114,10 +114,10 @@ HELD: dict[str, tuple[Callable[[nn.Module], object], str]] = {
 def test_what_held_a_weights_memory_before_zc_compile_is_said(case: str) -> None:
     """It follows the updates in plain PyTorch. Here it kept the first values, in silence."""
     net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    hold, said = HELD[case]
-    held = hold(net)
+    make_tensor, said = HELD[case]
+    kept = make_tensor(net)
     zc.compile(net, torch.optim.SGD(net.parameters(), lr=0.1), backend="eager")
     notes = zc.explain(net).sections["notes"]
     assert (f"holds the memory in which {said}" in notes) == bool(said) == ("holds the memory" in notes), notes
-    del held
+    del kept
     zc.close(net)

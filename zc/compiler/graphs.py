@@ -426,10 +426,10 @@ class CompiledBackward(CompiledGraph):
         if member not in self._names:
             self._names[member] = {self.name_in(member, name): name for name in self.written}
         names = self._names[member]
-        params, of = runtime.params, names.keys()
-        known = of & params.keys() if runtime.num_left else of  # frozen parameters may have the others' names now
-        seen = torch_private.needed_by_autograd({name: params[name] for name in known}) | (of - known)
-        visible = frozenset(names[name] for name in seen | (of & runtime.summed_by_autograd))
+        params, written = runtime.params, names.keys()
+        trained = written & params.keys() if runtime.num_left else written  # frozen ones may have the others' names now
+        seen = torch_private.needed_by_autograd({name: params[name] for name in trained}) | (written - trained)
+        visible = frozenset(names[name] for name in seen | (written & runtime.summed_by_autograd))
         gone = self._gone(member, args) if runtime.num_left else frozenset[str]()
         variant = self._variant(visible, keeps_graph, gone)
         is_new = (member, variant) not in self._programs

@@ -142,11 +142,11 @@ def note_of_held(model: nn.Module, params: Mapping[str, nn.Parameter]) -> str | 
     of it, so under DDP it would follow the updates, and here it does not."""
     own = Counter(torch_private.storage_number(tensor) for tensor in _tensors_of(model) if _has_bytes(tensor))
     of_model = ((n, p, own[torch_private.storage_number(p)]) for n, p in params.items() if _has_bytes(p))
-    held = [name for name, param, num_own in of_model if torch_private.num_sharing(param) - 1 > num_own]
-    if not held:
+    names = [name for name, param, num_own in of_model if torch_private.num_sharing(param) - 1 > num_own]
+    if not names:
         return None
     return (
-        f"something outside of the model holds the memory in which {some(held)} lay: p.data, a state_dict() or a flat "
+        f"something outside of the model holds the memory in which {some(names)} lay: p.data, a state_dict() or a flat "
         "tensor from before zc.compile, or an output with its graph. It keeps the values of then, and what is written "
         "into it changes no parameter. Make such tensors after zc.compile, or read the parameters themselves"
     )

@@ -115,11 +115,11 @@ def ops(graph: fx.Graph) -> Iterator[tuple[fx.Node, Op]]:
 
 def by_bucket(graph: fx.Graph, *kinds: type[OfBucket]) -> dict[int, list[tuple[fx.Node, OfBucket]]]:
     """The nodes of these kinds for each bucket, with their records; buckets in the order of their last nodes."""
-    found: dict[int, list[tuple[fx.Node, OfBucket]]] = {}
+    result: dict[int, list[tuple[fx.Node, OfBucket]]] = {}
     for node, op in ops(graph):
         if isinstance(op, kinds):
-            found[op.bucket] = [*found.pop(op.bucket, []), (node, op)]
-    return found
+            result[op.bucket] = [*result.pop(op.bucket, []), (node, op)]
+    return result
 
 
 def stream_of(node: fx.Node) -> str:
