@@ -21,6 +21,7 @@ import contextlib
 import importlib.metadata
 import os
 import pickle
+import select
 import shutil
 import signal
 import socket
@@ -209,11 +210,7 @@ class RankPool:
     """Rank processes, kept between jobs."""
 
     def __init__(self) -> None:
-        global _templates
-        if _templates is None:
-            _templates = _Templates()
-            atexit.register(shutdown)
-        self._templates = _templates
+        self._templates = _shared_templates()
         self.folder = Path(tempfile.mkdtemp(prefix="zc-ranks-"))
         self._ranks: list[_Rank] = []
         self._num_jobs = 0
@@ -288,9 +285,66 @@ class RankPool:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
+class Script:
+    """Code in a process that a template forks: with torch and zc, which a Python of its own would import for 3.4 CPU
+    seconds. It ends as Python does. ``text``: what has been read of its output and errors."""
+
+    def __init__(self, code: str, *arguments: object, path: str = "script", **environment: str) -> None:
+        templates = _shared_templates()
+        templates.start(1)
+        self._template, self._exit_code, self.text = templates.of_rank(0), RUNNING, ""
+        its_input, self._input = os.pipe()
+        self.output, its_output = os.pipe()
+        its = (its_input, its_output, its_output)
+        self.pid = self._template.ask("script", code, path, [*map(str, arguments)], environment, descriptors=its)
+        os.close(its_input)
+        os.close(its_output)
+
+    def read(self, stop: str | None = None, limit: float = 120.0) -> str:
+        """Its output with a line that begins with ``stop``, or to its end, in so many seconds of an idle machine."""
+        deadline = time.monotonic() + limit * patience()
+        while stop is None or f"\n{stop}" not in f"\n{self.text.rpartition(chr(10))[0]}":
+            assert select.select([self.output], [], [], max(0.0, deadline - time.monotonic()))[0], self.text
+            chunk = os.read(self.output, 65536)
+            if not chunk:
+                assert stop is None, self.text
+                break
+            self.text += chunk.decode()
+        return self.text
+
+    def exit_code(self) -> int:
+        """At its end."""
+        if self._exit_code == RUNNING:
+            self._exit_code = self._template.ask("wait", self.pid)
+        return self._exit_code
+
+    def close_input(self) -> None:
+        os.close(self._input)
+        self._input = -1
+
+    def kill(self) -> None:
+        if self._exit_code == RUNNING:
+            os.kill(self.pid, signal.SIGKILL)
+            self.exit_code()
+
+    def close(self) -> None:
+        self.kill()
+        for descriptor in (self._input, self.output):
+            if descriptor >= 0:
+                os.close(descriptor)
+
+
 _templates: _Templates | None = None
 _pools: list[RankPool] = []  # ended with the templates, which answer how their ranks have ended
 _pool: RankPool | None = None  # of `run_ranks`
+
+
+def _shared_templates() -> _Templates:
+    global _templates
+    if _templates is None:
+        _templates = _Templates()
+        atexit.register(shutdown)
+    return _templates
 
 
 def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0) -> list[Any]:

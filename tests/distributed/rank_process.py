@@ -45,18 +45,22 @@ def _fork_templates(listener: socket.socket) -> None:
 
 def _fork_ranks(control: socket.socket) -> None:
     """Answers each request of the harness with a number, until the harness ends. "start": forks a rank, which gets the
-    descriptor of its connection; its process id. "poll", "wait": its exit code, negative for a signal, or RUNNING."""
+    descriptor of its connection; "script": a process that runs code, with descriptors as its standard streams; the
+    process id of either. "poll", "wait": its exit code, negative for a signal, or RUNNING."""
     while True:
-        request, descriptors, _, _ = socket.recv_fds(control, 4096, 1)
+        request, descriptors, _, _ = socket.recv_fds(control, 65536, 3)
         if not request:
             return
         kind, *arguments = pickle.loads(request)
-        if kind == "start":
+        if kind in ("start", "script"):
             number = os.fork()
             if number == 0:
                 control.close()
+                if kind == "script":
+                    _run_script(descriptors, *arguments)
                 _become_rank(descriptors[0], *arguments)
-            os.close(descriptors[0])
+            for descriptor in descriptors:
+                os.close(descriptor)
         else:
             ended, status = os.waitpid(arguments[0], os.WNOHANG if kind == "poll" else 0)
             number = os.waitstatus_to_exitcode(status) if ended else RUNNING
@@ -91,6 +95,19 @@ def leave_out_guard_timing() -> None:
 
     if hasattr(guards, "profile_guard_manager"):  # torch 2.7 and later
         guards.profile_guard_manager = lambda *_: 0.0
+
+
+def _run_script(streams: list[int], code: str, path: str, arguments: list[str], environment: dict[str, str]) -> None:
+    """In the forked process: ends it as Python does, by what the code raises, which nobody below catches."""
+    _end_with_parent()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number, descriptor in enumerate(streams):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    os.environ.update(environment)
+    sys.argv = [path, *arguments]
+    exec(compile(code, path, "exec"), vars(sys.modules["__main__"]))  # globals that live until Python has shut down
+    sys.exit()
 
 
 def _become_rank(descriptor: int, log: str, stacks: str) -> None:

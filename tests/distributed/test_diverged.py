@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import runpy
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ import diverging_loops
 import pytest
 import torch.distributed as dist
 from diverging_loops import ALL, CASES, Loop, line_of, model_of
-from harness import ROOT, patience, run_ranks
+from harness import ROOT, Script, patience, run_ranks
 from models import Heads
 from training_runs import message_of
 
@@ -117,10 +116,9 @@ def test_a_file_that_can_not_be_written_changes_no_error(tmp_path: Path) -> None
 
 def test_a_rank_that_ends_by_its_own_error_leaves_a_file(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
-    script.write_text(ENDS)
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    env.update(ZC_RANK_TIMEOUT="2", ZC_DIVERGED_DIR=str(tmp_path / "files"))
-    subprocess.run([sys.executable, str(script)], cwd=tmp_path, env=env, timeout=120 * patience(), check=False)
+    started = Script(ENDS, tmp_path, path=str(script), ZC_RANK_TIMEOUT="2", ZC_DIVERGED_DIR=str(tmp_path / "files"))
+    started.read()
+    started.close()
     said = [(tmp_path / f"said-{rank}").read_text() for rank in (0, 1)]
     assert "LookupError" in said[1] and "LookupError" in said[0], said
     text, is_different = diverged.report(diverged.read(tmp_path / "files"))
@@ -130,7 +128,8 @@ def test_a_rank_that_ends_by_its_own_error_leaves_a_file(tmp_path: Path) -> None
 
 
 ENDS = """
-import os, torch, torch.distributed as dist, zc
+import os, sys, torch, torch.distributed as dist, zc
+os.chdir(sys.argv[1])
 other = os.fork()
 rank = int(other == 0)
 os.dup2(os.open(f"said-{rank}", os.O_WRONLY | os.O_CREAT), 2)

@@ -3,14 +3,10 @@ and code 1. The other rank is killed while the interpreter of the first is torn 
 
 from __future__ import annotations
 
-import os
-import select
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from harness import patience
+from harness import Script
 from tiers import FULL
 
 LIMIT_S = 120.0  # on an idle machine, where a case takes some 10
@@ -64,26 +60,15 @@ ENDS = {
 # `make test`: the two whose waits are of threads of zc's
 @pytest.mark.parametrize("case", ENDS if FULL else ["step", "lane"])
 def test_a_rank_that_raises_ends_by_its_error(case: str, tmp_path: Path) -> None:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "ZC_HOST_MEMORY": "0", "ZC_RANK_TIMEOUT": "2"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", LOOP, case, str(rank), str(tmp_path / "store")],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    limit = LIMIT_S * patience()
+    environment = {"ZC_HOST_MEMORY": "0", "ZC_RANK_TIMEOUT": "2"}
+    ranks = [Script(LOOP, case, rank, tmp_path / "store", **environment) for rank in range(2)]
     try:
-        output = ranks[0].stdout
-        assert output is not None
-        has_told, _, _ = select.select([output], [], [], limit)
-        assert has_told and output.readline() == "torn down\n", ranks[0].poll()
+        ranks[0].read("torn down", LIMIT_S)
         ranks[1].kill()
-        ranks[1].wait()
-        _, text = ranks[0].communicate(timeout=limit)
-        assert ranks[0].returncode == 1 and "terminate" not in text, text
+        ranks[0].close_input()
+        text = ranks[0].read(None, LIMIT_S)
+        assert ranks[0].exit_code() == 1 and "terminate" not in text, text
         assert ENDS[case] in text, text
     finally:
         for rank in ranks:
-            rank.kill()
-            rank.communicate()
+            rank.close()

@@ -6,12 +6,11 @@ from __future__ import annotations
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
+from harness import Script
 from tiers import FULL, full_only
 
 KILLS = range(50) if FULL else (1,)  # one of stage 1 with overlap_gather; the one among replicas is of stage 2
@@ -74,33 +73,23 @@ def _kill_one(number: int, tmp_path: Path, num_ranks: int, replicas: int) -> Non
     gone, stage, overlap = rng.randrange(num_ranks), rng.choice((1, 2)), rng.randrange(2)
     before = _shared_segments()
     # ranks end by themselves: whoever holds the store does not go first, which is the launcher's part
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", LOOP, *map(str, (r, num_ranks, stage, overlap, tmp_path / "store", replicas))],
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment,
-        )
-        for r in range(num_ranks)
-    ]  # fmt: skip
+    ranks = [Script(LOOP, r, num_ranks, stage, overlap, tmp_path / "store", replicas) for r in range(num_ranks)]
     children = []
     try:
-        for process in ranks:
-            assert process.stdout is not None
-            ready = next((line for line in iter(process.stdout.readline, "") if line.startswith("ready")), None)
-            assert ready is not None, process.stdout.read()
-            children.append(int(ready.split()[1]))
+        for rank in ranks:
+            children.append(int(rank.read("ready ").partition("ready ")[2].split()[0]))
         time.sleep(rng.random() * 0.5)
-        ranks[gone].send_signal(signal.SIGKILL)
+        ranks[gone].kill()
         started = time.monotonic()
-        for rank, process in enumerate(ranks):
-            text, _ = process.communicate(timeout=120)
-            if rank != gone:
-                assert process.returncode == 7, f"rank {rank} of stage {stage}, rank {gone} was killed:\n{text}"
+        for number, rank in enumerate(ranks):
+            if number != gone:
+                text = rank.read()
+                assert rank.exit_code() == 7, f"rank {number} of stage {stage}, rank {gone} was killed:\n{text}"
                 assert f"rank {gone} " in text.partition("lost")[2].partition(" waits for it")[0], text
                 assert time.monotonic() - started < LIMIT_S
     finally:
-        for process in ranks:
-            process.kill()
+        for rank in ranks:
+            rank.close()
         for child in children:
             os.kill(child, signal.SIGKILL)
     assert _shared_segments() <= before
