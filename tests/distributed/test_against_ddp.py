@@ -59,7 +59,8 @@ def assert_all_as_ddp(runs: list[Run]) -> None:
         assert error < TOLERANCE, (run.case, name)
 
 
-MODELS = [name for name in NAMES if name not in ("gpt_tied", "probe", "mixed_dtypes", "gpt_untied")]
+# "frozen" has the layers of "mlp"
+MODELS = [name for name in NAMES if name not in ("gpt_tied", "probe", "mixed_dtypes", "gpt_untied", "mlp")]
 
 
 # the other combinations, in float64, are in test_gradients.py
@@ -67,7 +68,7 @@ def test_every_kind_of_model() -> None:
     """Graph breaks, eager parts, unused and frozen parameters, heads, checkpointing, BatchNorm: none may change a
     number (the result does not depend on how many hooks fire: deepspeed#988, deepspeed#627, pytorch#81296,
     transformers#18330)."""
-    assert_all_as_ddp([Run(case, backend="aot_eager", microbatches=2, updates=5) for case in MODELS])
+    assert_all_as_ddp([Run(case, backend="aot_eager", microbatches=2, updates=3) for case in MODELS])
 
 
 @full_only  # gpt_tied above has Inductor's segments

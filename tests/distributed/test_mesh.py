@@ -15,7 +15,7 @@ import torch.distributed as dist
 from harness import run_cases, run_ranks
 from models import Stack
 from oracle import weights, worst
-from tiers import COMPILED, full_only
+from tiers import COMPILED, FULL, full_only
 from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
@@ -215,9 +215,10 @@ def same_state(one: Any, other: Any) -> None:
 
 @pytest.mark.parametrize(("make", "stage"), [("adamw", 2), ("muon", 1)])
 def test_a_checkpoint_of_one_mesh_loads_in_another(tmp_path: Path, make: str, stage: int) -> None:
-    """From 2 x 2 into 2 x 2, flat 4, 4 x 1; and from flat 4 into 2 x 2. Each shard is written once."""
+    """From 2 x 2 into 2 x 2, flat 4, 4 x 1; by AdamW also from flat 4. Each shard is written once."""
     runs = {shape: Loop(shape, make, stage) for shape in ((2, 2), (4,), (4, 1))}
-    for first, others in (((2, 2), ((2, 2), (4,), (4, 1))), ((4,), ((2, 2),))):
+    ways = (((2, 2), ((2, 2), (4,), (4, 1))), ((4,), ((2, 2),)))
+    for first, others in ways if FULL or make == "adamw" else (((2, 2), ((4,), (4, 1))),):
         folder = str(tmp_path / f"from {first}")
         saved = run_ranks(resumed, 4, runs[first], folder, None)
         items = FileSystemReader(folder).read_metadata().storage_data.values()

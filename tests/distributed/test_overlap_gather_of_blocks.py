@@ -39,6 +39,10 @@ ALWAYS = {
 }  # fmt: skip
 
 
+# By default the others are compared with plain PyTorch alone, which tells an old weight as well.
+BESIDE_PLAIN = {"plain", "a Sequential", *SAYS}
+
+
 def trained(name: str, rank: int, late: float, streams: type[Late], **options: Any) -> tuple[Net, dict[str, Tensor]]:
     torch._dynamo.reset()
     net = build(name)
@@ -48,25 +52,27 @@ def trained(name: str, rank: int, late: float, streams: type[Late], **options: A
 
 
 def compared(rank: int, world_size: int, names: list[str], stage: int, size: str, backend: str) -> list[str]:
-    """Job: what differs from plain PyTorch, and in bits from zc without overlap_gather."""
+    """Job: what differs from plain PyTorch, and, in bits and graphs, from zc without overlap_gather."""
     wrong: list[str] = []
     options: dict[str, Any] = {"stage": stage, "bucket_nbytes": SIZES[size], "backend": backend}
     for name in names:
         net = build(name)
         wanted = train(net, torch.optim.SGD(net.parameters(), lr=0.05), name, rank, averages=True)
-        net, same = trained(name, rank, 0.0, Late, **options)
-        graphs = zc.registry.sharded(net).runtime.ledger.graphs
-        zc.close(net)
+        same = graphs = None
+        if FULL or name in BESIDE_PLAIN:
+            net, same = trained(name, rank, 0.0, Late, **options)
+            graphs = zc.registry.sharded(net).runtime.ledger.graphs
+            zc.close(net)
         net, got = trained(name, rank, LATE, Late, overlap_gather=True, **options)
         for key, value in wanted.items():
             error = relative(got[key], value)
-            if not error < 1e-12 or not torch.equal(got[key], same[key]):
+            if not error < 1e-12 or (same is not None and not torch.equal(got[key], same[key])):
                 wrong.append(f"{name}, stage {stage}, buckets {size}: {key} differs by {error:.1e}")
         runtime = zc.registry.sharded(net).runtime
         notes = [note for note in runtime.notes if "waits at its beginning" in note]
         if [note.split(": ")[1] for note in notes] != [says for loop, says in SAYS.items() if loop == name]:
             wrong.append(f"{name} says {notes}")
-        if len(runtime.ledger.graphs) > len(graphs) + 3 * (name in SAYS):
+        if graphs is not None and len(runtime.ledger.graphs) > len(graphs) + 3 * (name in SAYS):
             wrong.append(f"{name} compiles {runtime.ledger.graphs}, and without overlap_gather {graphs}")
         zc.close(net)
     return wrong
@@ -104,7 +110,8 @@ def careless(rank: int, world_size: int, names: list[str]) -> list[str]:
 
 def test_without_the_waits_late_gathers_show() -> None:
     """The control."""
-    assert run_ranks(careless, 2, ["plain", "a Sequential"], timeout=200.0) == [[], []]
+    names = ["plain", "a Sequential"] if FULL else ["plain"]
+    assert run_ranks(careless, 2, names, timeout=200.0) == [[], []]
 
 
 @contextlib.contextmanager
@@ -137,7 +144,7 @@ def steps(rank: int, world_size: int, name: str) -> tuple[list[list[int]], list[
     return seen[-BLOCKS:], [list(range(bucket)) for bucket in last]
 
 
-@pytest.mark.parametrize("name", ["plain", "a head of its own", "a Sequential"])
+@pytest.mark.parametrize("name", ["plain", "a Sequential", *(["a head of its own"] if FULL else [])])
 def test_each_block_waits_for_its_own_buckets_alone(name: str) -> None:
     for not_waited_for, gathered_later in run_ranks(steps, 2, name):
         assert not_waited_for == gathered_later and len(not_waited_for[0]) > len(not_waited_for[-1]) > 0
