@@ -6,7 +6,6 @@ import contextlib
 import copy
 import gc
 import os
-import subprocess
 import sys
 import threading
 import time
@@ -21,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from harness import run_ranks
+from harness import Script, run_ranks
 from models import mean_square, mlp, vectors
 from oracle import weights
 from tiers import FULL, full_only
@@ -302,16 +301,22 @@ def _saved_whole(rank: int, world_size: int, folder: str, backend: str) -> list[
     return [str(w.message) for w in said if "saved whole" in str(w.message)]
 
 
+WITHOUT_ZC = """
+import os, sys, torch
+sys.path[:0] = sys.argv[2].split(os.pathsep)
+sys.modules.update({name: None for name in sys.modules if name.partition(".")[0] == "zc"})
+torch.load(sys.argv[1], weights_only=False)
+"""
+
+
 def test_a_model_that_was_saved_whole_says_what_it_is(tmp_path: Path) -> None:
     """torch.save(model), torch.load, train: no gradient was reduced, and nothing said so."""
     for said in run_ranks(_saved_whole, 2, str(tmp_path), "eager"):
         assert len(said) == 1 and "zc.compile(model, optimizer)" in said[0]
     # where zc is not installed, too
-    code = f"import sys, torch; sys.modules['zc'] = None; torch.load({str(tmp_path / '0.pt')!r}, weights_only=False)"
-    folders = os.pathsep.join(sys.path)
-    env = {**os.environ, "PYTHONPATH": folders}
-    process = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True)
-    assert process.returncode == 0 and b"saved whole" in process.stderr, process.stderr.decode()[-2000:]
+    script = Script(WITHOUT_ZC, tmp_path / "0.pt", os.pathsep.join(sys.path))
+    assert "saved whole" in script.read() and script.exit_code() == 0, script.text
+    script.close()
 
 
 def _until(path: Path) -> None:

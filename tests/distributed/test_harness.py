@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import RanksFailed, patience, run_ranks
+from tiers import full_only
 
 
 def _pid_and_sum(rank: int, world_size: int, factor: float) -> tuple[int, float, float, int]:
@@ -170,6 +171,7 @@ WorkerController.send_runtest_some = send
 """
 
 
+@full_only
 def test_a_worker_of_xdist_that_ends_costs_one_test(tmp_path: Path) -> None:
     pytest.importorskip("xdist")
     (tmp_path / "test_1.py").write_text(_ENDS)

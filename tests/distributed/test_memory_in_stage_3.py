@@ -20,7 +20,7 @@ from bench.weight_turns import most_nbytes
 from zc.offload.host_step import HostMemory
 from zc.registry import sharded
 
-DIM, LAYERS = 128, 8
+DIM, LAYERS = 128, 5
 LAYER_NBYTES = 4 * DIM * (DIM + 1)
 
 

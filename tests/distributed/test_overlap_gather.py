@@ -173,6 +173,7 @@ def test_raw_reads_wait() -> None:
         assert all(same.values()), same
 
 
+@full_only
 def test_raw_reads_would_see_old_weights() -> None:
     """The control. (A clamp comes before the late gather takes this rank's shard, on every rank: no number differs.)"""
     for same in run_ranks(_raw, 2, False):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from harness import run_ranks
 from late_gathers import LATE, VERY_LATE, Late, last_weight, train_late
+from tiers import full_only
 from torch import nn
 
 import zc
@@ -75,6 +76,7 @@ def test_step_waits_while_an_alias_of_weights_is_kept() -> None:
         assert "holds the memory of 6.weight (a view" in explanation
 
 
+@full_only
 def test_an_alias_would_show_old_weights() -> None:
     """The control."""
     for same, waited, explanation in run_ranks(_aliases, 2, False):

@@ -55,7 +55,7 @@ def test_matrices_and_the_rest(stage: int, backend: str, own_clip: bool) -> None
 def test_with_overlap_gather_and_with_offload(stage: int) -> None:
     """The second optimizer steps in every second update. tests/compatibility has each option in a plain loop."""
     if stage == 1:
-        check(2, Loop(max_norm=0.5, every=(1, 2)), stage=1, backend="aot_eager", overlap_gather=True)
+        check(2, Loop(max_norm=0.5, every=(1, 2)), stage=1, backend=COMPILED, overlap_gather=True)
     else:
         check(2, Loop("two AdamW", every=(1, 2)), stage=2, backend="eager", offload="cpu", offload_accumulate="device")
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from harness import run_ranks
+from tiers import FULL
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -99,4 +100,6 @@ def _compare(
 def test_hooks_read_weights_that_are_sharded(backend: str, options: dict[str, Any]) -> None:
     """Compiled, they found parameters over no bytes from the second step on, which ended the process. The tolerance is
     that of sums in another order, of four updates by gradients of about 1."""
-    assert run_ranks(_compare, 2, LOOPS, {**options, "backend": backend, "bucket_nbytes": 400}) == [[], []]
+    # by default half of them where frozen weights alone are sharded: whoever reads them is told apart nowhere
+    loops = LOOPS if FULL or backend == "eager" or options["stage"] == 3 else LOOPS[1::2]
+    assert run_ranks(_compare, 2, loops, {**options, "backend": backend, "bucket_nbytes": 400}) == [[], []]

@@ -13,10 +13,9 @@ from tiers import FULL
 from torch import nn
 from torch.optim import Optimizer
 from training_runs import message_of
-from two_optimizers import CASE, MAKE, Loop, WideMuon, on_ranks, reference, split, torch_muon
+from two_optimizers import CASE, WideMuon, split, torch_muon
 
 import zc
-from zc.ranks.exchanges import Work
 from zc.registry import sharded
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -50,7 +49,7 @@ def bits(rank: int, world_size: int, make: Any, stage: int, options: dict[str, A
     alone = make(twin)
     chosen = make(model)
     model, optimizers = zc.compile(model, chosen, stage=stage, backend="eager", bucket_nbytes=8192, **options)
-    for step in range(3):
+    for step in range(2):
         for one, its in ((twin, alone), (model, optimizers)):
             CASE.loss(one, CASE.batch(0, step, 0)).backward()
             for optimizer in its:
@@ -183,35 +182,3 @@ def test_an_optimizer_that_communicates_by_itself_is_refused() -> None:
     """Ranks hold different parameters under zc: its own exchange would mix them up."""
     for kind, text in run_ranks(_gathers, 2):
         assert kind == "PlanError" and "Gathering exchanges tensors between ranks in its own step" in text, text
-
-
-def _nothing_moves(rank: int, world_size: int, fault: str) -> float:
-    """Breaks one of the two exchanges."""
-    exchange = zc.ranks.group.Group.exchange
-    loop = Loop(updates=3)
-    twin, _, _ = reference(loop, world_size, torch.float64)
-    model = CASE.model()
-    model, optimizers = zc.compile(model, MAKE["WideMuon"](model), backend="eager", bucket_nbytes=8192)
-    try:
-        if fault != "none":
-            def broken(self: Any, received: Any, sent: Any, what: str, bucket: int) -> Any:
-                done = exchange(self, received, sent, what, bucket)
-                if what == fault:
-                    done.wait()
-                    for source, piece in received:
-                        if source != self.rank:
-                            piece.mul_(1.01)
-                    return Work(what)  # gloo's receive can be waited for once
-                return done
-
-            zc.ranks.group.Group.exchange = broken  # type: ignore[method-assign]
-        on_ranks(loop, model, optimizers, rank)
-    finally:
-        zc.ranks.group.Group.exchange = exchange  # type: ignore[method-assign]
-    return worst(weights(model), weights(twin))[0]
-
-
-def test_both_exchanges_matter() -> None:
-    """The negative control: what comes from other ranks a hundredth too large is seen."""
-    for fault, errors in run_cases(_nothing_moves, 3, ("none", "to owners", "from owners")):
-        assert all(error < 2e-5 if fault == "none" else error > 1e-4 for error in errors), (fault, errors)
