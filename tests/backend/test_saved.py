@@ -191,6 +191,7 @@ def test_a_damaged_entry_is_made_again_with_a_warning(tmp_path: Path, caplog: py
             got, counted = run(stage=2)
         assert counted == (0, 1) and "unable to load compiled graph" in caplog.text, damage
         assert all(map(torch.equal, got, wanted)), damage
+        entry.unlink()  # the new one stays
 
 
 def test_a_folder_that_can_not_be_written_costs_time_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
