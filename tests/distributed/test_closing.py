@@ -31,7 +31,7 @@ from training_runs import adamw, environment, message_of
 
 import zc
 
-NUM = 200 if FULL else 6
+NUM = 200 if FULL else 4
 
 
 def held_open() -> tuple[int, int]:

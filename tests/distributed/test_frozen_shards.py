@@ -118,7 +118,7 @@ def test_the_weights_of_stage_2(world_size: int, has_blocks: bool, backend: str)
 def bytes_of(rank: int, world_size: int) -> tuple[dict[str, int], dict[str, int]]:
     """Job: what a rank holds, before a forward and after an update."""
     net, optimizer = made(True)
-    zc.compile(net, optimizer, stage=3, backend="eager", bucket_nbytes=4096)
+    zc.compile(net, optimizer, stage=3, backend="aot_eager", bucket_nbytes=4096)
     before = sharded(net).runtime.buffers.nbytes()
     train(net, optimizer, rank, range(1), averages=False)
     after = sharded(net).runtime.buffers.nbytes()
