@@ -290,7 +290,8 @@ def recompile(model: nn.Module) -> None:
 
     A parameter that has replaced another one under its name (a new layer, a resized embedding) is a new one. The old
     one loses its place and its optimizer state, and stays a plain tensor with its last values. The old place in a
-    bucket is not used again; `close` and `compile` make a plan without it.
+    bucket is not used again; `close` and `compile` make a plan without it. Parameters that have another name now, or
+    are tied, keep their place and state: checkpoints have the names of now.
 
     Raises:
         PlanError, TypeError: as `compile`; nothing has changed. RankMismatchError: ranks differ in what is trainable.
@@ -310,7 +311,8 @@ def _recompile(model: nn.Module, compiled: ShardedModel) -> None:
             )
         left = _replaced(model, runtime.placed)
         known = {id(param) for param in runtime.params.values()}
-        params = {n: p for n, p in trainable(model).items() if id(p) not in known}
+        planned = {id(param): name for name, param in runtime.placed.items()}
+        params = {planned.get(id(p), n): p for n, p in trainable(model).items() if id(p) not in known}
         optimizers = tuple(sharded_optimizer.optimizer for sharded_optimizer in compiled.optimizers)
         check_shared(model, params)
         check_added(model, params, optimizers, runtime.plan.buckets[0].device)
@@ -349,19 +351,18 @@ def _recompile(model: nn.Module, compiled: ShardedModel) -> None:
 
 
 def _replaced(model: nn.Module, placed: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
-    """Those of ``placed`` whose names other parameters have now."""
-    names = {param: name for name, param in model.named_parameters()}
+    """Those of ``placed`` that the model lacks, and whose names other parameters have now."""
+    names = {id(param): name for name, param in model.named_parameters()}
     now = dict(model.named_parameters(remove_duplicate=False))
-    replaced = {name: param for name, param in placed.items() if now.get(name, param) is not param}
-    moved = {name: names[param] for name, param in placed.items() if param in names and now.get(name) is not param}
-    for name, called in moved.items():
-        if other := {name, called} & replaced.keys():
+    in_plan = {id(param) for param in placed.values()}
+    for name, param in placed.items():
+        other = now.get(name, param)
+        if id(param) in names and other.requires_grad and id(other) not in in_plan:
             raise PlanError(
-                f"parameter {name} is called {called} now, and {min(other)} is another one than before: zc.recompile "
-                "takes new parameters under old names, and moves none. Put it back, or call zc.close(model) and "
-                "compile again"
+                f"parameter {name} is called {names[id(param)]} now, and another one, new, is called {name}: the plan "
+                "has one of that name. Give the new one another name, or call zc.close(model) and compile again"
             )
-    return replaced
+    return {name: param for name, param in placed.items() if id(param) not in names and name in now}
 
 
 def _longer_plan(model: nn.Module, plan: Plan, added: Assignment, config: Config, ranks: Group) -> Plan:
@@ -530,7 +531,8 @@ def full_grad(model: nn.Module) -> dict[str, Tensor | None]:
     gathered: dict[str, Tensor | None] = {}
     for bucket in compiled.runtime.plan.buckets:
         gathered.update(compiled.grad_shards.full_grads(bucket))
-    return {name: gathered[name] for name in compiled.runtime.params}
+    now = compiled.runtime.names_now()
+    return {now.get(id(param), name): gathered[name] for name, param in compiled.runtime.params.items()}
 
 
 T = TypeVar("T")
