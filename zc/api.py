@@ -304,18 +304,19 @@ def recompile(model: nn.Module) -> None:
 def _recompile(model: nn.Module, compiled: ShardedModel) -> None:
     runtime, config, ranks = compiled.runtime, compiled.runtime.config, compiled.runtime.group
     with ranks.refuse_together():
-        if config.offload is not None:
+        left = _replaced(model, runtime.placed)
+        known = {id(param) for param in runtime.params.values()}
+        new = {n: p for n, p in trainable(model).items() if id(p) not in known}
+        if (new or left) and config.offload is not None:
             raise PlanError(
                 f"zc.recompile does not work with offload={config.offload!r} yet: unfreeze all parameters before "
                 "zc.compile"
             )
-        left = _replaced(model, runtime.placed)
-        known = {id(param) for param in runtime.params.values()}
-        planned = {id(param): name for name, param in runtime.placed.items()}
-        params = {planned.get(id(p), n): p for n, p in trainable(model).items() if id(p) not in known}
         optimizers = tuple(sharded_optimizer.optimizer for sharded_optimizer in compiled.optimizers)
-        check_shared(model, params)
-        check_added(model, params, optimizers, runtime.plan.buckets[0].device)
+        check_shared(model, new)
+        check_added(model, new, optimizers, runtime.plan.buckets[0].device)
+        planned = {id(param): name for name, param in runtime.placed.items()}  # frozen ones in shards
+        params = {planned.get(id(p), n): p for n, p in new.items()}
         rules = tuple(sharded_optimizer.rule for sharded_optimizer in compiled.optimizers)
         added = Assignment(compiled.container, optimizers, rules, params, owners_of(params, optimizers))
         plan = _longer_plan(model, runtime.plan.without(left), added, config, ranks)
