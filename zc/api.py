@@ -304,7 +304,7 @@ def recompile(model: nn.Module) -> None:
 def _recompile(model: nn.Module, compiled: ShardedModel) -> None:
     runtime, config, ranks = compiled.runtime, compiled.runtime.config, compiled.runtime.group
     with ranks.refuse_together():
-        left = _replaced(model, runtime.placed)
+        left = _replaced(model, runtime)
         known = {id(param) for param in runtime.params.values()}
         new = {n: p for n, p in trainable(model).items() if id(p) not in known}
         if (new or left) and config.offload is not None:
@@ -316,7 +316,8 @@ def _recompile(model: nn.Module, compiled: ShardedModel) -> None:
         check_shared(model, new)
         check_added(model, new, optimizers, runtime.plan.buckets[0].device)
         planned = {id(param): name for name, param in runtime.placed.items()}  # frozen ones in shards
-        params = {planned.get(id(p), n): p for n, p in new.items()}
+        staying = runtime.placed.keys() - left.keys()
+        params = {planned.get(id(p), f"{n} (new)" if n in staying else n): p for n, p in new.items()}
         rules = tuple(sharded_optimizer.rule for sharded_optimizer in compiled.optimizers)
         added = Assignment(compiled.container, optimizers, rules, params, owners_of(params, optimizers))
         plan = _longer_plan(model, runtime.plan.without(left), added, config, ranks)
@@ -351,14 +352,16 @@ def _recompile(model: nn.Module, compiled: ShardedModel) -> None:
     guards.remember_names(model, runtime)
 
 
-def _replaced(model: nn.Module, placed: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
-    """Those of ``placed`` that the model lacks, and whose names other parameters have now."""
+def _replaced(model: nn.Module, runtime: Runtime) -> dict[str, nn.Parameter]:
+    """Those of the plan that the model lacks, and whose names other parameters have now."""
+    placed, in_block = runtime.placed, Blocks(runtime, runtime.plan.kinds).split
     names = {id(param): name for name, param in model.named_parameters()}
     now = dict(model.named_parameters(remove_duplicate=False))
     in_plan = {id(param) for param in placed.values()}
     for name, param in placed.items():
         other = now.get(name, param)
-        if id(param) in names and other.requires_grad and id(other) not in in_plan:
+        is_new = other.requires_grad and id(other) not in in_plan
+        if id(param) in names and is_new and (in_block(name) or f"{name} (new)" in placed):
             raise PlanError(
                 f"parameter {name} is called {names[id(param)]} now, and another one, new, is called {name}: the plan "
                 "has one of that name. Give the new one another name, or call zc.close(model) and compile again"
