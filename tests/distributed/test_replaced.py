@@ -130,7 +130,7 @@ def test_a_replaced_parameter_is_refused_by_name_until_it_has_a_place(stage: int
 
 
 def test_a_new_block_before_the_others_is_refused() -> None:
-    model = GPT(dim=16, layers=2)
+    model = GPT(dim=16, layers=4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     zc.compile(model, optimizer, backend="aot_eager")
     model.blocks.insert(0, Block(16))
