@@ -327,6 +327,7 @@ def _recompile(model: nn.Module, compiled: ShardedModel) -> None:
         "Freeze, unfreeze and replace the same parameters on all ranks",
     )
     if not params and not left:
+        find_again(runtime)
         guards.remember_names(model, runtime)
         return
     buckets = plan.buckets[len(runtime.plan.buckets) :]
@@ -339,7 +340,7 @@ def _recompile(model: nn.Module, compiled: ShardedModel) -> None:
         fill(runtime, buckets)
     compiled.leave(left)
     compiled.adopt(buckets)
-    find_again(runtime.block_places)
+    find_again(runtime)
     weights.install_hooks(model)
     guards.pickle_without_hooks(model, weights)
     trained = {id(param) for param in runtime.params.values()}  # its first name may be another one now

@@ -129,10 +129,21 @@ def test_a_replaced_parameter_is_refused_by_name_until_it_has_a_place(stage: int
         assert len(assigned) == (stage < 3) and all("assign=True" in text for text in assigned)
 
 
-def test_a_new_block_before_the_others_is_refused() -> None:
-    model = GPT(dim=16, layers=4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    zc.compile(model, optimizer, backend="aot_eager")
+def test_blocks_may_share_a_layer_later_and_a_new_one_before_them_is_refused() -> None:
+    """The graph of the blocks' kind raised, in the middle of the forward."""
+    torch.manual_seed(0)
+    model, x = GPT(dim=16, layers=4), torch.arange(8).view(1, 8)
+    twin = copy.deepcopy(model)
+    optimizer, plain = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, twin))
+    zc.compile(model, optimizer, backend="aot_eager", stage=3)
+    model(x)
+    for each in (model, twin):
+        each.blocks[0].attention.out = each.blocks[2].attention.out
+    zc.recompile(model)
+    for each, one in ((model, optimizer), (twin, plain)):
+        each(x).square().mean().backward()
+        one.step()
+    torch.testing.assert_close(zc.full_state_dict(model), twin.state_dict(), rtol=0, atol=1e-6)
     model.blocks.insert(0, Block(16))
     optimizer.add_param_group({"params": list(model.blocks[0].parameters())})
     with pytest.raises(zc.PlanError, match=r"blocks\.0\.\S* is called blocks\.1\.\S* now, and another one, new"):
