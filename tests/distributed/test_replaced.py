@@ -214,6 +214,7 @@ def test_a_parameter_leaves_moves_or_stays_while_a_forward_waits_for_its_backwar
     zc.save(tmp_path / "saved", model, optimizers[0])
     fresh, names = copy.deepcopy(twin), {id(param): name for name, param in twin.named_parameters()}
     params, groups = dict(fresh.named_parameters()), optimizers[1].param_groups
+    assert zc.full_grad(model).keys() == {name for name, param in params.items() if param.requires_grad}
     kept = [{"params": [params[names[id(p)]] for p in group["params"] if id(p) in names]} for group in groups]
     optimizers.append(torch.optim.SGD(kept, lr=0.1, momentum=0.9))
     zc.compile(fresh, optimizers[2], backend="eager")
