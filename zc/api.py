@@ -290,7 +290,8 @@ def recompile(model: nn.Module) -> None:
 
     A parameter that has replaced another one under its name (a new layer, a resized embedding) is a new one. The old
     one loses its place and its optimizer state, and stays a plain tensor with its last values. The old place in a
-    bucket is not used again; `close` and `compile` make a plan without it.
+    bucket is not used again; `close` and `compile` make a plan without it. Parameters that have another name now, or
+    are tied, keep their place and state: checkpoints have the names of now.
 
     Raises:
         PlanError, TypeError: as `compile`; nothing has changed. RankMismatchError: ranks differ in what is trainable.
@@ -303,17 +304,20 @@ def recompile(model: nn.Module) -> None:
 def _recompile(model: nn.Module, compiled: ShardedModel) -> None:
     runtime, config, ranks = compiled.runtime, compiled.runtime.config, compiled.runtime.group
     with ranks.refuse_together():
-        if config.offload is not None:
+        left = _replaced(model, runtime)
+        known = {id(param) for param in runtime.params.values()}
+        new = {n: p for n, p in trainable(model).items() if id(p) not in known}
+        if (new or left) and config.offload is not None:
             raise PlanError(
                 f"zc.recompile does not work with offload={config.offload!r} yet: unfreeze all parameters before "
                 "zc.compile"
             )
-        left = _replaced(model, runtime.placed)
-        known = {id(param) for param in runtime.params.values()}
-        params = {n: p for n, p in trainable(model).items() if id(p) not in known}
         optimizers = tuple(sharded_optimizer.optimizer for sharded_optimizer in compiled.optimizers)
-        check_shared(model, params)
-        check_added(model, params, optimizers, runtime.plan.buckets[0].device)
+        check_shared(model, new)
+        check_added(model, new, optimizers, runtime.plan.buckets[0].device)
+        planned = {id(param): name for name, param in runtime.placed.items()}  # frozen ones in shards
+        staying = runtime.placed.keys() - left.keys()
+        params = {planned.get(id(p), f"{n} (new)" if n in staying else n): p for n, p in new.items()}
         rules = tuple(sharded_optimizer.rule for sharded_optimizer in compiled.optimizers)
         added = Assignment(compiled.container, optimizers, rules, params, owners_of(params, optimizers))
         plan = _longer_plan(model, runtime.plan.without(left), added, config, ranks)
@@ -323,6 +327,7 @@ def _recompile(model: nn.Module, compiled: ShardedModel) -> None:
         "Freeze, unfreeze and replace the same parameters on all ranks",
     )
     if not params and not left:
+        find_again(runtime)
         guards.remember_names(model, runtime)
         return
     buckets = plan.buckets[len(runtime.plan.buckets) :]
@@ -335,7 +340,7 @@ def _recompile(model: nn.Module, compiled: ShardedModel) -> None:
         fill(runtime, buckets)
     compiled.leave(left)
     compiled.adopt(buckets)
-    find_again(runtime.block_places)
+    find_again(runtime)
     weights.install_hooks(model)
     guards.pickle_without_hooks(model, weights)
     trained = {id(param) for param in runtime.params.values()}  # its first name may be another one now
@@ -348,20 +353,21 @@ def _recompile(model: nn.Module, compiled: ShardedModel) -> None:
     guards.remember_names(model, runtime)
 
 
-def _replaced(model: nn.Module, placed: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
-    """Those of ``placed`` whose names other parameters have now."""
-    names = {param: name for name, param in model.named_parameters()}
+def _replaced(model: nn.Module, runtime: Runtime) -> dict[str, nn.Parameter]:
+    """Those of the plan that the model lacks, and whose names other parameters have now."""
+    placed, in_block = runtime.placed, Blocks(runtime, runtime.plan.kinds).split
+    names = {id(param): name for name, param in model.named_parameters()}
     now = dict(model.named_parameters(remove_duplicate=False))
-    replaced = {name: param for name, param in placed.items() if now.get(name, param) is not param}
-    moved = {name: names[param] for name, param in placed.items() if param in names and now.get(name) is not param}
-    for name, called in moved.items():
-        if other := {name, called} & replaced.keys():
+    in_plan = {id(param) for param in placed.values()}
+    for name, param in placed.items():
+        other = now.get(name, param)
+        is_new = other.requires_grad and id(other) not in in_plan
+        if id(param) in names and is_new and (in_block(name) or f"{name} (new)" in placed):
             raise PlanError(
-                f"parameter {name} is called {called} now, and {min(other)} is another one than before: zc.recompile "
-                "takes new parameters under old names, and moves none. Put it back, or call zc.close(model) and "
-                "compile again"
+                f"parameter {name} is called {names[id(param)]} now, and another one, new, is called {name}: the plan "
+                "has one of that name. Give the new one another name, or call zc.close(model) and compile again"
             )
-    return replaced
+    return {name: param for name, param in placed.items() if id(param) not in names and name in now}
 
 
 def _longer_plan(model: nn.Module, plan: Plan, added: Assignment, config: Config, ranks: Group) -> Plan:
@@ -530,7 +536,8 @@ def full_grad(model: nn.Module) -> dict[str, Tensor | None]:
     gathered: dict[str, Tensor | None] = {}
     for bucket in compiled.runtime.plan.buckets:
         gathered.update(compiled.grad_shards.full_grads(bucket))
-    return {name: gathered[name] for name in compiled.runtime.params}
+    now = compiled.runtime.names_now()
+    return {now.get(id(param), name): gathered[name] for name, param in compiled.runtime.params.items()}
 
 
 T = TypeVar("T")

@@ -38,7 +38,8 @@ Each row is a model and a loop, run as it stands on 2 gloo ranks and, in plain P
 averaged over ranks before each step. *right*: every weight (and loss, norm and gradient that the loop notes) agrees
 within the row's tolerance, 2e-5 relative where no note says otherwise. *refused*: the error of the note is raised on
 every rank, and nothing hangs. Columns are backend and stage. Loops that `tests/distributed` and `tests/checkpoint`
-compare with DDP or with one process, over a mesh of two dimensions say, are not repeated here.
+compare with DDP or with one process, over a mesh of two dimensions say, are not repeated here. DDP itself reduces only
+the first of two backwards of one forward (`retain_graph=True`), so its ranks drift apart; here as in zc both count.
 
 Made by `python tests/compatibility/generate.py` from `tests/compatibility/results.csv`. Do not edit."""
 

@@ -49,7 +49,7 @@ def fill_modules(
     between `before_writes` and the publishing of the caller: a second `before_writes` would put what is whole over
     masters that have new values."""
     runtime, weights = sharded_model.runtime, sharded_model.runtime.weights
-    mine, unset = owned(sharded_model), runtime.unset
+    mine, unset = {own.planned: own for own in owned(sharded_model).values()}, runtime.unset
     names = {id(param): name for name, param in runtime.placed.items()}
     for path, module in model.named_modules():
         own = {names[id(p)]: p for p in module.parameters(recurse=False) if id(p) in names}

@@ -31,9 +31,16 @@ if TYPE_CHECKING:
 OTHER, TOGETHER = "other", "together"  # keys of a checkpoint, below "optimizer"
 
 
+def names_of(one: ShardedOptimizer) -> dict[int, str]:
+    """The names that this optimizer's parameters have now, by their ids; of one that has left the model, the last."""
+    runtime = one.runtime
+    planned = {id(param): name for names in (runtime.frozen, runtime.params) for name, param in names.items()}
+    return planned | runtime.names_now()
+
+
 def frozen_of(one: ShardedOptimizer) -> dict[str, Tensor]:
     """The frozen parameters in this optimizer's groups, by name."""
-    names = {id(param): name for name, param in one.runtime.frozen.items()}
+    names = names_of(one)
     return {names[id(m)]: m for members in one.members for m in members if isinstance(m, Tensor) and id(m) in names}
 
 
@@ -107,7 +114,15 @@ def refuse_together(sharded_model: ShardedModel, optimizers: Iterable[ShardedOpt
 
 
 def members_of(one: ShardedOptimizer) -> list[str]:
-    return [member for members in one.members for member in members if isinstance(member, str)]
+    """The names of now."""
+    return [called for called, _ in _both_names(one)]
+
+
+def _both_names(one: ShardedOptimizer) -> list[tuple[str, str]]:
+    """Of those that train, in the order of the groups: the names of now and the plan's."""
+    now, params = names_of(one), one.runtime.params
+    members = [member for members in one.members for member in members if isinstance(member, str)]
+    return [(now[id(params[name])], name) for name in members]
 
 
 def _updated_by_rank(one: ShardedOptimizer) -> list[list[str]]:
@@ -118,7 +133,7 @@ def _updated_by_rank(one: ShardedOptimizer) -> list[list[str]]:
         for name, (layout, slot) in slots.items()
     }
     return [
-        [name for name in members_of(one) if ranges[name][rank][0] < ranges[name][rank][1]]
+        [called for called, name in _both_names(one) if ranges[name][rank][0] < ranges[name][rank][1]]
         for rank in range(one.runtime.group.shard.world_size)
     ]
 

@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 
 from zc.checkpoint.other_state import OTHER, TOGETHER, check_together, frozen_of, members_of
 from zc.checkpoint.shards import ShardOf
-from zc.checkpoint.state import groups_of, numbered, others, owned
+from zc.checkpoint.state import groups_of, in_model, numbered, others, owned
 from zc.checkpoint.target import Path, Target, add_model, add_optimizers, check_groups, check_names
 from zc.engine.memory_order import change_each, in_shape
 from zc.errors import CheckpointError
@@ -57,7 +57,7 @@ def from_plain(model: nn.Module, sharded_model: ShardedModel, state: Mapping[str
         )
     optimizer = state.get("optimizer")
     target = Target("the given state", has_optimizer=optimizer is not None)
-    wanted = {*owned(sharded_model), *others(model, sharded_model), *model.state_dict(keep_vars=True)}
+    wanted = {*in_model(sharded_model), *others(model, sharded_model), *model.state_dict(keep_vars=True)}
     names = _without_wrappers(list(state["model"]), wanted)
     given = zip(names, state["model"].values(), strict=True)
     weights = {name: v.full_tensor() if hasattr(v, "full_tensor") else v for name, v in given}
@@ -263,7 +263,7 @@ def _cut(sharded_model: ShardedModel, one: ShardedOptimizer, state: dict[str, An
         def own_elements(_: Any, value: Any, name: str = name) -> Any:
             return in_shape(value.local, mine[name].slot) if isinstance(value, ShardOf) else value
 
-        local[numbers[id(frozen[name] if name in frozen else one.slices[name])]] = {
+        local[numbers[id(frozen[name] if name in frozen else mine[name].slice)]] = {
             key: change_each(own_elements, key, item) for key, item in values.items()
         }
     return {**state, "state": local, "param_groups": groups}

@@ -263,7 +263,7 @@ def _match(
 ) -> dict[str, tuple[StoredTensor, Any]]:
     """By name of the model: what is read, and where it goes. Raises CheckpointError if the folder is of another
     model."""
-    stored, mine = _tensors_in(folder), owned(sharded_model)
+    stored, mine = _tensors_in(folder), {own.planned: own for own in owned(sharded_model).values()}
     in_buckets = {id(param): name for name, param in sharded_model.runtime.placed.items()}
     names: dict[int, list[str]] = {}  # of one tensor, as the folder has them
     tensors: dict[int, tuple[str, Tensor]] = {}

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zc.checkpoint.other_state import OTHER, TOGETHER, note_of, state_by_string, states_of_frozen, together
+from zc.checkpoint.other_state import OTHER, TOGETHER, names_of, note_of, state_by_string, states_of_frozen, together
 from zc.checkpoint.shards import ReadOnly, ShardOf, with_text_keys
 from zc.engine.memory_order import change_each, flattened, is_cut, values_in
 from zc.errors import CheckpointError, PlanError
@@ -45,8 +45,11 @@ def synchronized(model: nn.Module, optimizer: Optimizers) -> ShardedModel:
 @dataclass(frozen=True)
 class Owned:
     """This rank owns elements [start, start + numel) of ``slot``, in its memory order. They are in ``slice``, if there
-    are any: a parameter of ``optimizer``; or, of a frozen parameter in shards, a part of the shard."""
+    are any: a parameter of ``optimizer``; or, of a frozen parameter in shards, a part of the shard. ``slot`` has the
+    name by which the model calls it now, if ``is_in_model``; ``planned`` is the plan's."""
 
+    planned: str
+    is_in_model: bool
     optimizer: ShardedOptimizer | None
     slot: Slot
     start: int
@@ -96,8 +99,9 @@ class Owned:
 
 
 def owned(sharded_model: ShardedModel) -> dict[str, Owned]:
-    """By name, for every parameter in a bucket: those that train in order of registration, then frozen ones."""
-    by_name: dict[str, Owned] = {}
+    """By the name of now, for every parameter in a bucket: those that train in order of registration, then frozen
+    ones."""
+    planned: dict[str, tuple[Any, ...]] = {}
     runtime, rank = sharded_model.runtime, sharded_model.runtime.group.shard.rank
     for bucket in runtime.plan.buckets:
         optimizer = sharded_model.optimizers[bucket.optimizer]
@@ -107,14 +111,24 @@ def owned(sharded_model: ShardedModel) -> dict[str, Owned]:
             # a rank that owns nothing saves the state of its empty slice only for elementwise optimizers
             has_part = slot.name in optimizer.slices and (stop > first or not slot.numel or not optimizer.rule.whole)
             own = optimizer.slices[slot.name] if has_part else None
-            by_name[slot.name] = Owned(optimizer, slot, start, stop - first, own, bucket.acc_dtype)
+            planned[slot.name] = optimizer, slot, start, stop - first, own, bucket.acc_dtype
     for bucket in runtime.plan.frozen:
         for slot in bucket.slots:
             part, elements = runtime.buffers.weight_part(bucket, slot)
             start, shard = (elements.start, part) if part.numel() else (0, None)
             if not slot.is_left:
-                by_name[slot.name] = Owned(None, slot, start, part.numel(), shard, bucket.param_dtype)
-    return {name: by_name[name] for name in runtime.placed}
+                planned[slot.name] = None, slot, start, part.numel(), shard, bucket.param_dtype
+    now, by_name = runtime.names_now(), dict[str, Owned]()
+    for name, param in runtime.placed.items():
+        optimizer, slot, *rest = planned[name]
+        called = now.get(id(param), name)
+        by_name[called] = Owned(name, id(param) in now, optimizer, replace(slot, name=called), *rest)
+    return by_name
+
+
+def in_model(sharded_model: ShardedModel) -> dict[str, Owned]:
+    """Those of `owned` that the model has, as its ``state_dict()``."""
+    return {name: own for name, own in owned(sharded_model).items() if own.is_in_model}
 
 
 def trained(sharded_model: ShardedModel) -> dict[str, Owned]:
@@ -148,11 +162,9 @@ def state_of(model: nn.Module, sharded_model: ShardedModel) -> dict[str, Any]:
     weights: dict[str, Any] = {}
     states: dict[str, dict[str, Any]] = {}
     for name, mine in owned(sharded_model).items():
-        if mine.slot.numel == 0:
-            weights[name] = sharded_model.runtime.params[name].detach()
-            continue
-        weights[name] = mine.now
-        if mine.slice is None or mine.optimizer is None:
+        if mine.is_in_model:
+            weights[name] = mine.now if mine.slot.numel else sharded_model.runtime.params[mine.planned].detach()
+        if mine.slice is None or mine.optimizer is None or not mine.slot.numel:
             continue
         state = mine.optimizer.local.state.get(mine.slice, {})
         if state:
@@ -252,9 +264,9 @@ def groups_of(optimizers: Iterable[ShardedOptimizer]) -> list[dict[str, Any]]:
     all their parameters, frozen ones included, the same on every rank."""
     groups: list[dict[str, Any]] = []
     for one in optimizers:
-        names = {id(param): name for name, param in one.runtime.frozen.items()}
-        for group, members in zip(one.optimizer.param_groups, one.members, strict=True):
-            params = [m if isinstance(m, str) else names.get(id(m), "") for m in members]
+        names = names_of(one)
+        for group in one.optimizer.param_groups:
+            params = [names.get(id(param), "") for param in group["params"]]
             groups.append({**{key: value for key, value in group.items() if key != "params"}, "params": params})
     return groups
 

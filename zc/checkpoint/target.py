@@ -28,7 +28,17 @@ from torch.optim import Optimizer
 from zc import torch_private
 from zc.checkpoint.other_state import OTHER, TOGETHER, check_together, frozen_of, members_of
 from zc.checkpoint.shards import ReadOnly, ShardOf, own_key, with_own_keys
-from zc.checkpoint.state import Owned, group_of, groups_of, is_extra_state, others, owned, refuse_hidden, trained
+from zc.checkpoint.state import (
+    Owned,
+    group_of,
+    groups_of,
+    in_model,
+    is_extra_state,
+    others,
+    owned,
+    refuse_hidden,
+    trained,
+)
 from zc.engine.memory_order import change_each, in_shape
 from zc.errors import CheckpointError, some
 from zc.optim.assignment import is_known, shape_of_state
@@ -246,7 +256,7 @@ def _copy(_: Any, value: Any) -> Any:
 
 def check_names(model: nn.Module, sharded_model: ShardedModel, names_there: set[str], where: str) -> None:
     """Raises CheckpointError unless ``names_there`` are those of the model's parameters, buffers and extra states."""
-    wanted = set(owned(sharded_model)) | set(others(model, sharded_model))
+    wanted = set(in_model(sharded_model)) | set(others(model, sharded_model))
     seconds = set(model.state_dict(keep_vars=True))  # a tied weight's second name may be there
     refuse_other_model(model, where, wanted - names_there, names_there - wanted - seconds)
 
@@ -335,7 +345,7 @@ def commit(model: nn.Module, sharded_model: ShardedModel, target: Target) -> Non
             extra_states.append(((name, *deeper), value))
     if extra_states:
         model.load_state_dict(nested(extra_states), strict=False)  # of modules
-    sharded_model.runtime.unset.params.difference_update(mine)
+    sharded_model.runtime.unset.params.difference_update(own.planned for own in mine.values())
     sharded_model.publish_all()
 
     states = target.by_name("optimizer", "state")
@@ -348,7 +358,8 @@ def commit(model: nn.Module, sharded_model: ShardedModel, target: Target) -> Non
             optimizer.state[own.slice] = _placed(states[name], own.slice, optimizer, own.slot)
     for each in sharded_model.optimizers:
         _commit_others(each, target, states)
-        each.state.loaded({name for name in target.with_state if name in mine and mine[name].optimizer is each})
+        of_each = [mine[name] for name in target.with_state if name in mine and mine[name].optimizer is each]
+        each.state.loaded(own.planned for own in of_each)
     groups = [group for each in sharded_model.optimizers for group in each.optimizer.param_groups]
     for group, loaded in zip(groups, target.groups(), strict=False):
         for key, value in loaded.items():

@@ -225,6 +225,12 @@ class Core:
         """The parameters that lie in a bucket, without those that have left it."""
         return [(slot, self.placed[slot.name]) for slot in bucket.slots if not slot.is_left]
 
+    def names_now(self) -> dict[int, str]:
+        """The name that the model has for each of its parameters now, by the parameter's id. A plan keeps the names of
+        `zc.compile`, also where a module was put around a layer since."""
+        names = self.names() if self.names is not None else None
+        return names.now() if names is not None else {id(param): name for name, param in self.placed.items()}
+
     def check_names(self) -> None:
         """Raises ZcError if another parameter has replaced one of the plan's."""
         names = self.names() if self.names is not None else None

@@ -36,6 +36,12 @@ class Names:
         self._dicts = torch_private.registered_in(model)
         self._values = list(chain.from_iterable(map(dict.values, self._dicts)))
 
+    def now(self) -> dict[int, str]:
+        """The first name that each of the model's parameters has now, by its id."""
+        model = self._model()
+        assert model is not None, "the model keeps this object"
+        return {id(param): name for name, param in model.named_parameters()}
+
     def check(self) -> None:
         """Raises ZcError for a parameter that was replaced. Called at every boundary, so that what has not changed
         costs some 30 ns for a module or parameter: the interpreter runs no code of ours for it."""
