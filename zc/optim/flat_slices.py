@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 State = Mapping[Any, Any]
 
-_MOST = 1 << 16  # elements: they stay in a core's cache with their states; what a larger tensor costs by itself is little
+_MOST = 1 << 16  # elements: they stay in a core's cache with their states; a larger one costs little by itself
 _APART = 64  # elements between two starts: no vector of a kernel has more, so each is rounded as alone
 _version = attrgetter("_version")
 _KEPT = {0: object()}
