@@ -252,7 +252,7 @@ def _are_alike(one: Tensor, other: Tensor, state: State) -> bool:
     items, others = state.get(one), state.get(other)
     if items is None or others is None:
         return items is others
-    return list(items) == list(others) and all(_fit(one, other, items, others, key) for key in items)
+    return items.keys() == others.keys() and all(_fit(one, other, items, others, key) for key in items)
 
 
 def _fit(one: Tensor, other: Tensor, items: dict[str, Any], others: dict[str, Any], key: str) -> bool:
