@@ -35,6 +35,7 @@ from zc.engine.memory_order import change_each, flattened, in_shape, is_cut
 from zc.errors import PlanError, ZcError
 from zc.optim.assignment import is_known
 from zc.optim.class_methods import candidates, may_zero, mentions, on_slices
+from zc.optim.flat_slices import FlatSlices
 from zc.optim.grad_shards import GradShards, ShardedGrad
 from zc.optim.local import REPLACED, second_object, with_zero_grad
 from zc.optim.sharded_value import ShardedValue
@@ -88,6 +89,7 @@ class ShardedOptimizer:
         # by the method of the class that runs now, and so by all ranks: which set to None, which made zeros
         self.called_zero_grad = [0, 0]
         self._is_known, self._may_zero = is_known(optimizer), may_zero(type(optimizer))
+        self._flat = FlatSlices(self)
         self.habits = Habits()  # of an unknown class
         self._given: dict[str, Given] = {}  # inside of a method of an unknown class: gradients of slices
         self.local.state, self.local.param_groups = optimizer.state, self._groups
@@ -127,6 +129,11 @@ class ShardedOptimizer:
                 )
 
     @property
+    def _takes_flat(self) -> bool:
+        """Whether its class updates one parameter as several that lie side by side in it."""
+        return self._is_known and not self.rule.whole and not self.updater.moves_slices
+
+    @property
     def buckets(self) -> tuple[Bucket, ...]:
         """The buckets of its parameters."""
         return self.runtime.plan.of_optimizer(self.number)
@@ -161,6 +168,7 @@ class ShardedOptimizer:
 
     def leave(self, params: Mapping[str, nn.Parameter]) -> None:
         """These parameters have left the plan: their slices and states go."""
+        self._flat.forget()
         for name, param in params.items():
             own_slice = self.slices.pop(name, None)
             self._places.pop(name, None)
@@ -207,8 +215,11 @@ class ShardedOptimizer:
             self._places[name] = self.slices[name].data_ptr()
 
     def _check_places(self, when: str) -> None:
-        """Raises ZcError where a slice has left its master: updates would go to memory that nobody reads."""
-        if self.updater.moves_slices or all(map(eq, map(Tensor.data_ptr, self.slices.values()), self._places.values())):
+        """Raises ZcError where a slice has left its master: updates would go to memory that nobody reads. Torch's own
+        classes update in place."""
+        if self._is_known or self.updater.moves_slices:
+            return
+        if all(map(eq, map(Tensor.data_ptr, self.slices.values()), self._places.values())):
             return
         name = next(name for name, own_slice in self.slices.items() if own_slice.data_ptr() != self._places[name])
         raise ZcError(
@@ -352,8 +363,9 @@ class ShardedOptimizer:
 
     def _leave(self) -> None:
         """At the end of a method of the class, also by raising."""
-        for own_slice in self.slices.values():
-            own_slice.grad = None
+        if not self._flat.leave(self._groups):
+            for own_slice in self.slices.values():
+                own_slice.grad = None
         self._given.clear()
         self.local.param_groups = self._groups
         for own, group in zip(self._groups, self.optimizer.param_groups, strict=False):
@@ -434,9 +446,12 @@ class ShardedOptimizer:
         return in_shape(flat if own_slice is None else flat.to(own_slice.device), part.slot)
 
     def state_dict(self) -> dict[str, Any]:
-        """That of the class, with slices for parameters: this rank's part."""
+        """That of the class, with slices for parameters: this rank's part. Its dicts are the caller's."""
         self.look_at_groups()
         state: dict[str, Any] = self.local.state_dict()
+        items = state.get("state")
+        if isinstance(items, dict):
+            state["state"] = {key: dict(item) if type(item) is dict else item for key, item in items.items()}
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -529,7 +544,10 @@ class ShardedOptimizer:
         self.runtime.weights.before_writes()
         self._writes.take_over()
         changed = self._touched()
-        self._install(changed)
+        if self._takes_flat and self._flat.find([slices for _, slices in self._lists]):
+            self._flat.enter(self._groups)
+        else:
+            self._install(changed)
         self.updater.before(changed)
         self._updating = changed
         self.num_updates += 1
@@ -619,6 +637,7 @@ class ShardedOptimizer:
             group["params"] = []
         self._lists.clear()
         self._given.clear()
+        self._flat.forget()
         self.slices.clear()
         self.updater.close()
 

@@ -351,8 +351,10 @@ def _without_elements(state: Mapping[Any, Any], shape: torch.Size) -> dict[Any, 
     def without(key: Any, value: Any) -> Any:
         if is_cut(key, value, shape):
             return value.new_empty(0)
-        if not isinstance(value, Tensor) or value.dim() == 0:
+        if not isinstance(value, Tensor):
             return value
+        if value.dim() == 0:  # the caller may write into it
+            return value.clone()
         return value.new_empty((0, *value.shape[1:]) if value.dim() > 1 else (0, 0))  # [0] would be elements of it
 
     return {key: change_each(without, key, item) for key, item in state.items()}
