@@ -1101,7 +1101,7 @@ def inductor_options(mode: str | None, options: Mapping[str, Any] | None, dynami
     return dict(torch._TorchCompileInductorWrapper(mode, options, dynamic).config)  # type: ignore[no-untyped-call]
 
 
-_TAG = "zc 2"  # in the key of what AOTAutograd's cache keeps of ours; another format has another number
+_TAG = "zc 3"  # in the key of what AOTAutograd's cache keeps of ours; another format has another number
 
 
 def compile_graph(

@@ -294,8 +294,7 @@ def test_an_optimizers_step_under_the_authors_torch_compile_runs_as_without() ->
 
 
 class Gated(nn.Module):
-    """Reads a frozen parameter, a counter and a buffer by themselves, and the buffer beside a value with a gradient,
-    too."""
+    """Reads a frozen parameter, a counter and a buffer by themselves, and buffers beside a value with a gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -303,10 +302,12 @@ class Gated(nn.Module):
         self.frozen = nn.Parameter(torch.linspace(-1, 1, 8), requires_grad=False)
         self.register_buffer("scale", torch.linspace(0.5, 2, 8))
         self.register_buffer("count", torch.tensor(1))
+        self.register_buffer("shift", torch.linspace(-1, 2, 8))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.first(x.sin()) * x.cos() * self.scale * self.count.rsqrt()
-        return self.last(y * (2 * self.frozen).cos() + y * (2 * self.scale).sin())
+        y = self.last(y * (2 * self.frozen).cos() + y * (2 * self.scale).sin())
+        return y + (self.last.bias + self.shift).square()
 
 
 def test_what_the_loop_writes_before_the_backward_reaches_it_as_in_eager_autograd() -> None:
@@ -324,6 +325,7 @@ def test_what_the_loop_writes_before_the_backward_reaches_it_as_in_eager_autogra
         for tensor in (model.frozen, model.scale):
             tensor.data.mul_(0.5)
         model.count += 1
+        model.shift += 1
         batch.zero_()
         loss.backward()
         results.append(zc.full_grad(model)["first.weight"] if is_compiled else model.first.weight.grad)

@@ -283,8 +283,8 @@ class SavesAsEager:
                 with_grad.add(node)
                 for read in reads:
                     number = torch_private.storage_of(read)
-                    if read in derived and number is not None and number not in storages:
-                        torch_private.keep_for_backward(read)
+                    if read in derived and number is not None:
+                        torch_private.keep_for_backward(node if number in storages else read)
             elif not derived.isdisjoint(reads):
                 derived.add(node)
 
