@@ -19,7 +19,7 @@ from zc.optim.sharded_value import Reduction
 def _loop(rank: int, world_size: int, stage: int, backend: str, num_backwards: int) -> tuple[list[str], list[str], str]:
     """Job: of the last step, what the host did in order, and the device's waits; and explain's line of waits."""
     done: list[str] = []
-    with recorded(with_memory=False) as (gpu, patch):
+    with recorded(with_collectives=False) as (gpu, patch):
         patch.setattr(Operations, "segment", _noting(done, "segment", Operations.segment))
         plain = Announcement.is_same
 
