@@ -7,6 +7,7 @@ import ast
 import collections
 import copy
 import importlib.util
+import itertools
 import json
 import subprocess
 import sys
@@ -55,6 +56,14 @@ def faults(graph: fx.Graph, plan: Plan) -> list[str]:
     """What the checker says of the file."""
     found: list[str] = checker.check(json.loads(json.dumps(certificate(graph, plan))))
     return found
+
+
+def is_refused(graph: fx.Graph, plan: Plan) -> bool:
+    """By the checker; or no certificate can be made of it: fields of one node are of different lengths."""
+    try:
+        return bool(faults(graph, plan))
+    except ValueError as error:
+        return "zip()" in str(error)
 
 
 def test_the_checker_is_small_and_stands_alone(tmp_path: Path) -> None:
@@ -118,15 +127,16 @@ def test_mutants_of_sharded_weights_are_refused_where_the_proof_refuses_them() -
         findings = examine(mutant, plan)
         is_wrong = bool(findings.races or findings.faults)
         total[kind, is_wrong] += 1
-        assert bool(faults(mutant, plan)) == is_wrong, f"{kind}: {name}: {findings}"
-    for seed in range(100 if FULL else 6):
+        assert is_refused(mutant, plan) == is_wrong, f"{kind}: {name}: {findings}"
+    for seed in range(100 if FULL else 8):
         graph, plan = test_windows.case(seed)
         assert faults(graph, plan) == [], seed
-        for kind, name, mutant in weights_mutants.of_windows(graph):
+        for kind, name, mutant in itertools.islice(weights_mutants.of(graph), seed % 5, None, 1 if FULL else 5):
             findings = examine(mutant, plan)
-            total[kind, bool(findings)] += 1
-            assert bool(faults(mutant, plan)) == bool(findings), f"{seed} {kind}: {name}: {findings}"
-    assert sum(1 for _, is_wrong in total if is_wrong) > 30
+            is_wrong = bool(findings.races or findings.faults)
+            total[kind, is_wrong] += 1
+            assert is_refused(mutant, plan) == is_wrong, f"{seed} {kind}: {name}: {findings}"
+    assert sum(1 for _, is_wrong in total if is_wrong) >= 35 and total["another value", True] > 40
 
 
 def test_a_file_that_was_edited_is_refused_by_its_pair() -> None:

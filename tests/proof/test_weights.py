@@ -92,7 +92,7 @@ def broken(seeds: range, every: int) -> Iterator[tuple[str, str, fx.Graph, Plan]
         graph, plan = case(seed)
         if not any(graph.output_node().meta["uses"]):
             continue
-        for k, (kind, name, mutant) in enumerate(weights_mutants.of(graph, len(plan.buckets))):
+        for k, (kind, name, mutant) in enumerate(weights_mutants.of(graph)):
             if (k + seed) % every == 0:
                 yield kind, f"{seed} {name}", mutant, plan
         stop = max(op.extent[1] for _, op in ops(graph) if isinstance(op, Gather))

@@ -17,7 +17,7 @@ from zc.passes import verify as without_parts
 from zc.passes.pipeline import examine
 from zc.planning.plan import Plan
 from zc.schedule.nodes import ops, put
-from zc.schedule.spec import FreeWeights, Gather, ReadWeights, Segment, TakeWeights
+from zc.schedule.spec import Deposit, FreeWeights, Gather, ReadWeights, Segment, TakeWeights
 
 pytestmark = pytest.mark.check
 
@@ -31,9 +31,11 @@ def case(seed: int) -> tuple[fx.Graph, Plan]:
         params[bucket, 0] = graph.placeholder(f"p{bucket}")
         params[bucket, 0].meta.update(weight=(bucket, 0), storage=bucket)
 
-    def segment(inputs: list[fx.Node], view_of: int | None) -> list[fx.Node]:
+    def segment(inputs: list[fx.Node], view_of: int | None, *donated: int) -> list[fx.Node]:
         key = f"segment_{len(graph.nodes)}"
         call = put(graph, Segment(key, tuple(inputs)), name=key, stream="compute")
+        call.meta["segment"] = fx.GraphModule({}, fx.Graph())
+        call.meta["segment"].meta["donated"] = donated
         outputs = [graph.call_function(operator.getitem, (call, k)) for k in range(1 + (view_of is not None))]
         outputs[0].meta["storage"] = 100 + len(list(graph.nodes))
         if view_of is not None:
@@ -49,7 +51,7 @@ def case(seed: int) -> tuple[fx.Graph, Plan]:
         has_view = rng.random() < 0.5
         value, *view = segment([values[-1], *items], 1 if has_view else None)
         if view:
-            (value,) = segment([value, *view], None)
+            (value,) = segment([value, *view], None, 0)  # which nobody else reads
         values.append(value)
         if rng.random() < 0.5:  # one that reads no weights
             values += segment([rng.choice(values), values[-1]], None)
@@ -78,7 +80,13 @@ def test_what_is_wrong_is_named() -> None:
     assert "segment reads %p (bucket 1, slot 0), which has no bytes outside of windows" in text_of(
         lambda g, n: n[2].replace_input_with(n[1], n[4])
     )
+    assert "deposit keeps the weights %getitem" in text_of(lambda g, n: _keep(g, n[2], n[1]))
     assert "the window of take_weights is never ended" in text_of(lambda g, n: g.erase_node(n[3]))
+
+
+def _keep(graph: fx.Graph, after: fx.Node, value: fx.Node) -> None:
+    with graph.inserting_after(after):
+        put(graph, Deposit(0, 0, value), stream="compute")
 
 
 def test_no_schedule_that_reads_sharded_weights_is_proved_without_the_part_that_looks() -> None:

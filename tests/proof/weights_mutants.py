@@ -1,222 +1,102 @@
-"""Every way to break a pass of stage 3, or a graph with windows, by one edit."""
+"""Ways to break a pass of stage 3, or a graph with windows, by one edit. They are made from the records of its nodes: a
+node gone, done twice, at another place or on another stream; and each field as another node of its kind has it, or by
+some bytes off. Some do no harm: two that know nothing of each other have to agree on which."""
 
 from __future__ import annotations
 
+import collections
+import contextlib
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
+from typing import Any
 
-from mutants import Mutant, edited
+from mutants import Edit, edited
 from torch import fx
 
-from zc.schedule.buffer import COMM, Buffer, carried_by
-from zc.schedule.nodes import change, item_of, op_of, ops, put, results, steps, stream_of
-from zc.schedule.spec import (
-    Deposit,
-    FreeWeights,
-    Gather,
-    Op,
-    ReadWeights,
-    RecordEvent,
-    Segment,
-    Sync,
-    TakeWeights,
-    WaitEvent,
-)
+from zc.errors import PassError
+from zc.schedule.buffer import COMM, MAIN
+from zc.schedule.nodes import change, op_of, ops, put, stream_of
+from zc.schedule.spec import Op, Sync
 
-Made = Iterator[tuple[str, Mutant]]
+STEP = 64  # bytes: half of what extents are aligned to
 
 
-def of(graph: fx.Graph, num_buckets: int, unit: int = 128) -> Iterator[tuple[str, str, fx.Graph]]:
-    """(kind, what was done, the broken schedule)"""
-    for kind, (name, edit) in (*_places(graph, num_buckets, unit), *_order(graph), *_missing(graph), *_events(graph)):
-        yield kind, name, edited(graph, edit)
+def of(graph: fx.Graph) -> Iterator[tuple[str, str, fx.Graph]]:
+    """(kind, what was done, the broken schedule). An edit after which it is no graph is left out."""
+    for kind, name, edit in (*_of_nodes(graph), *_of_fields(graph), *_of_values(graph)):
+        with contextlib.suppress(PassError, RuntimeError):
+            yield kind, name, edited(graph, edit)
 
 
-def _changed(node: fx.Node, op: Op) -> Mutant:
-    return f"{node.name}: {op}", lambda g, where: change(where[node], op)
+def _of_nodes(graph: fx.Graph) -> Iterator[tuple[str, str, Edit]]:
+    nodes = list(ops(graph))
+    for k, (node, op) in enumerate(nodes):
+        what = type(op).__name__
+        if not node.users:
+            yield f"{what} erased", node.name, lambda g, w, n=node: g.erase_node(w[n])
+            if not isinstance(op, Sync):
+                yield f"{what} doubled", node.name, lambda g, w, n=node: _double(g, w[n])
+        before = next((n for n, other in reversed(nodes[:k]) if not isinstance(other, Sync)), None)
+        after = next((n for n, other in nodes[k + 1 :] if not isinstance(other, Sync)), None)
+        if before is not None:
+            yield f"{what} earlier", node.name, lambda g, w, n=node, b=before: w[b].prepend(w[n])
+        if after is not None:
+            yield f"{what} later", node.name, lambda g, w, n=node, a=after: w[a].append(w[n])
+        if not isinstance(op, Sync):
+            other = MAIN if stream_of(node) == COMM else COMM
+            yield f"{what} on {other}", node.name, lambda g, w, n=node, s=other: w[n].meta.update(stream=s)
 
 
-def _at(op: Gather | FreeWeights, start: int, stop: int) -> Op:
-    """The same at other bytes."""
-    if isinstance(op, FreeWeights):
-        return replace(op, start=op.start + start, stop=op.stop + stop)
-    assert op.extent is not None
-    return replace(op, extent=(op.extent[0] + start, op.extent[1] + stop))
-
-
-def _places(graph: fx.Graph, num_buckets: int, unit: int) -> Made:
-    """Extents and buckets."""
-    for node, op in ops(graph):
-        if isinstance(op, Gather | FreeWeights):
-            what = "gather" if isinstance(op, Gather) else "free"
-            other = (op.bucket + 1) % num_buckets
-            yield f"{what} too short", _changed(node, _at(op, 0, -unit))
-            yield f"{what} too long", _changed(node, _at(op, 0, unit))
-            yield f"{what} shifted", _changed(node, _at(op, unit, unit))
-            if num_buckets > 1:
-                yield f"{what} of another bucket", _changed(node, replace(op, bucket=other))
-        if isinstance(op, Gather) and num_buckets > 1:
-            yield "gather from another shard", _changed(node, replace(op, src=Buffer("weight", other)))
-            yield "gather half aligned", _changed(node, _at(op, 64, 64))
-            yield "gather into all of the arena", _changed(node, replace(op, extent=None))
-        if isinstance(op, ReadWeights) and op.buckets:
-            moved = tuple((start + unit, stop + unit) for start, stop in op.spans)
-            yield "read shifted", _changed(node, replace(op, spans=moved))
-            (start, stop), *rest = op.spans
-            yield "read too short", _changed(node, replace(op, spans=((start, stop - unit), *rest)))
-            if num_buckets > 1:
-                others = tuple((bucket + 1) % num_buckets for bucket in op.buckets)
-                yield "read of another bucket", _changed(node, replace(op, buckets=others))
-            yield "read of one bucket less", _changed(node, replace(op, buckets=op.buckets[1:], spans=op.spans[1:]))
-            yield "use number", _changed(node, replace(op, use=op.use + 1))
-
-
-def _order(graph: fx.Graph) -> Made:
-    """Nodes at other places, and on other streams."""
-    nodes = [node for node in steps(graph) if not isinstance(op_of(node), Sync)]
-    for k, node in enumerate(nodes):
-        op = op_of(node)
-        if isinstance(op, FreeWeights):
-            reads = [n for n in nodes[:k] if isinstance(op_of(n), ReadWeights)]
-            for read in reads[-2:]:
-                name = f"{node.name} before {read.name}"
-                yield "free moved up", (name, lambda g, w, n=node, r=read: w[r].prepend(w[n]))
-            after = next((n for n in nodes[k:] if isinstance(op_of(n), Gather)), None)
-            if after is not None:
-                name = f"{node.name} after {after.name}"
-                yield "free moved down", (name, lambda g, w, n=node, a=after: w[a].append(w[n]))
-            yield "free on comm", (node.name, lambda g, w, n=node: w[n].meta.update(stream=COMM))
-        if isinstance(op, Gather):
-            reads = [(n, read) for n in nodes[k:] if isinstance(read := op_of(n), ReadWeights)]
-            read = next((n for n, of in reads if op.bucket in of.buckets), None)
-            if read is not None:
-                name = f"{node.name} after {read.name}"
-                yield "gather moved down", (name, lambda g, w, n=node, r=read: w[r].append(w[n]))
-            frees = [n for n in nodes[:k] if isinstance(op_of(n), FreeWeights)]
-            if frees:
-                name = f"{node.name} before {frees[-1].name}"
-                yield "gather moved up", (name, lambda g, w, n=node, f=frees[-1]: w[f].prepend(w[n]))
-        if isinstance(op, ReadWeights):
-            yield "read on comm", (node.name, lambda g, w, n=node: w[n].meta.update(stream=COMM))
-            before = [n for n in nodes[:k] if isinstance(op_of(n), Gather)]
-            if before:
-                name = f"{node.name} before {before[-1].name}"
-                yield "read moved up", (name, lambda g, w, n=node, b=before[-1]: w[b].prepend(w[n]))
-
-
-def _missing(graph: fx.Graph) -> Made:
-    gathered = set[int]()
-    for node, op in ops(graph):
-        if isinstance(op, Gather):
-            kind = "second gather forgotten" if op.bucket in gathered else "gather forgotten"
-            gathered.add(op.bucket)
-        elif isinstance(op, FreeWeights | ReadWeights):
-            kind = "free forgotten" if isinstance(op, FreeWeights) else "read forgotten"
-        elif isinstance(op, WaitEvent):
-            kind = "no wait"
-        elif isinstance(op, RecordEvent) and carried_by(op.event) is not None:
-            kind = "no carried event"
-        else:
-            continue
-        yield kind, (node.name, lambda g, w, n=node: g.erase_node(w[n]))
-        if not isinstance(op, RecordEvent | WaitEvent):
-            name = "gather" if isinstance(op, Gather) else {FreeWeights: "free", ReadWeights: "read"}[type(op)]
-            yield f"{name} doubled", (node.name, lambda g, w, n=node, op=op: _double(g, w[n], op))
-
-
-def _double(graph: fx.Graph, node: fx.Node, op: Op) -> None:
+def _double(graph: fx.Graph, node: fx.Node) -> None:
     with graph.inserting_after(node):
-        put(graph, op, stream=stream_of(node))
+        put(graph, op_of(node), stream=stream_of(node))
 
 
-def _events(graph: fx.Graph) -> Made:
-    """Records before what they stand for, and waits after what they are for."""
-    lanes: dict[str, list[fx.Node]] = {}
-    for node in steps(graph):
-        lanes.setdefault(stream_of(node), []).append(node)
-    for lane in lanes.values():
-        for k, node in enumerate(lane):
-            op = op_of(node)
-            before = next((n for n in reversed(lane[:k]) if not isinstance(op_of(n), Sync)), None)
-            after = next((n for n in lane[k:] if not isinstance(op_of(n), Sync)), None)
-            if isinstance(op, RecordEvent) and before is not None:
-                name = f"{op.event} before {before.name}"
-                yield "record too early", (name, lambda g, w, n=node, b=before: w[b].prepend(w[n]))
-            if isinstance(op, WaitEvent) and after is not None:
-                name = f"{op.event} after {after.name}"
-                yield "wait too late", (name, lambda g, w, n=node, a=after: w[a].append(w[n]))
+def _of_fields(graph: fx.Graph) -> Iterator[tuple[str, str, Edit]]:
+    seen: dict[tuple[type[Op], str], list[Any]] = collections.defaultdict(list)
+    for _, op in ops(graph):
+        for field in fields(op):
+            if (value := getattr(op, field.name)) not in seen[type(op), field.name]:
+                seen[type(op), field.name].append(value)
+    for node, op in ops(graph):
+        for field in fields(op):
+            own = getattr(op, field.name)
+            others = [value for value in seen[type(op), field.name] if value != own]
+            for value in (*others[:3], *_off(own if field.name not in ("bucket", "use") else None)):
+                if field.name == "places" and len(value) != len(own):
+                    continue  # its results would not be there
+                yield f"{type(op).__name__}.{field.name}", f"{node.name} with {value}", _with(node, field.name, value)
 
 
-# --- graphs with windows ---
+def _off(value: Any) -> Iterator[Any]:
+    """Extents and ends of extents, by some bytes; and one item less."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        yield from (value + STEP, value + 2 * STEP, value - 2 * STEP)
+    elif isinstance(value, tuple) and value and isinstance(value[0], tuple):
+        yield value[1:]
+        yield from ((new, *value[1:]) for new in _off(value[0]))
+    elif isinstance(value, tuple) and len(value) == 2 and all(isinstance(each, int) for each in value):
+        yield from ((value[0], value[1] - 2 * STEP), (value[0] + 2 * STEP, value[1] + 2 * STEP))
+    elif isinstance(value, tuple) and value:
+        yield value[1:]
 
 
-def of_windows(graph: fx.Graph) -> Iterator[tuple[str, str, fx.Graph]]:
-    for kind, (name, edit) in _windows(graph):
-        yield kind, name, edited(graph, edit)
+def _with(node: fx.Node, name: str, value: Any) -> Edit:
+    return lambda g, w: change(w[node], replace(op_of(w[node]), **{name: fx.map_arg(value, lambda n: w[n])}))
 
 
-def _windows(graph: fx.Graph) -> Made:
-    takes = [node for node, op in ops(graph) if isinstance(op, TakeWeights)]
+def _of_values(graph: fx.Graph) -> Iterator[tuple[str, str, Edit]]:
+    """Each value read where another one was, and returned."""
     output = graph.output_node()
-    params = {n.meta["weight"]: n for n in graph.nodes if "weight" in n.meta}
-    for k, take in enumerate(takes):
-        op = op_of(take)
-        assert isinstance(op, TakeWeights)
-        items = results(take)
-        users = [n for n in steps(graph) if set(n.all_input_nodes) & set(items)]
-        nodes = list(steps(graph))
-        outside = [n for n in nodes if takes[k + 1 :] and nodes.index(n) > nodes.index(takes[k + 1])]
-        outside = [n for n in outside if isinstance(op_of(n), Segment)]
-        yield "take on another stream", (take.name, lambda g, w, n=take: w[n].meta.update(stream=COMM))
-        if not op.places:
-            yield "window left open", (take.name, lambda g, w, n=take: g.erase_node(w[n]))
-            continue
-        if users:
-            name = f"{takes[k + 1].name} before {users[-1].name}"
-            yield "window ended early", (name, lambda g, w, n=takes[k + 1], u=users[-1]: w[u].prepend(w[n]))
-        wrong = ((op.places[0][0], 99), *op.places[1:])
-        yield "no such parameter", (take.name, lambda g, w, n=take, p=wrong: change(w[n], TakeWeights(p)))
-        for item in items:
-            place = op.places[item_of(item)]
-            yield "returned", (item.name, lambda g, w, v=item: _return(g, w[output], w[v]))
-            for user in outside:
-                name = f"%{item.name} in {user.name}"
-                yield "read after its window", (name, lambda g, w, v=item, u=user: _read_also(w[u], w[v]))
-            for user in users:
-                name = f"%{params[place].name} in {user.name}"
-                edit = lambda g, w, v=item, u=user, p=params[place]: w[u].replace_input_with(w[v], w[p])  # noqa: E731
-                yield "parameter without bytes read", (name, edit)
-                name = f"%{item.name} by {user.name}"
-                yield "overwritten", (name, lambda g, w, v=item, u=user: _donate(w[u], w[v]))
-                yield "read on another stream", (name, lambda g, w, u=user: w[u].meta.update(stream="compute.1"))
-        for user in users:
-            for view in (n for n in results(user) if "storage" in n.meta):
-                yield "view returned", (view.name, lambda g, w, v=view: _return(g, w[output], w[v]))
-                for after in outside:
-                    name = f"%{view.name} in {after.name}"
-                    yield "view read after its window", (name, lambda g, w, v=view, u=after: _read_also(w[u], w[v]))
-                yield "view kept as a gradient", (view.name, lambda g, w, v=view, u=user: _deposit(g, w[u], w[v]))
+    for value in (n for n in graph.nodes if n is not output and op_of(n) is None):
+        yield "returned", value.name, lambda g, w, v=value: _return(w[output], w[v])
+        for node, op in ops(graph):
+            for used in node.all_input_nodes:
+                if used is not value and not isinstance(op, Sync):
+                    name = f"%{value.name} for %{used.name} in {node.name}"
+                    edit = lambda g, w, n=node, u=used, v=value: w[n].replace_input_with(w[u], w[v])  # noqa: E731
+                    yield "another value", name, edit
 
 
-def _return(graph: fx.Graph, output: fx.Node, value: fx.Node) -> None:
+def _return(output: fx.Node, value: fx.Node) -> None:
     output.args = ((*output.args[0], value),)  # type: ignore[misc]
-
-
-def _read_also(user: fx.Node, value: fx.Node) -> None:
-    op = op_of(user)
-    assert isinstance(op, Segment)
-    change(user, replace(op, inputs=(*op.inputs, value)))
-
-
-def _donate(user: fx.Node, value: fx.Node) -> None:
-    op = op_of(user)
-    assert isinstance(op, Segment)
-    body = fx.GraphModule({}, fx.Graph())
-    body.meta["donated"] = (op.inputs.index(value),)
-    user.meta["segment"] = body
-
-
-def _deposit(graph: fx.Graph, user: fx.Node, value: fx.Node) -> None:
-    last = max([user, value], key=list(graph.nodes).index)
-    with graph.inserting_after(last):
-        put(graph, Deposit(0, 0, value), stream=stream_of(user))
