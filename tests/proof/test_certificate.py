@@ -17,22 +17,21 @@ from types import ModuleType
 from typing import Any
 
 import compiled
-import gradient_mutants
-import mutants
 import pytest
+import record_mutants
 import test_weights
 import test_windows
 import torch
-import weights_mutants
 from harness import run_ranks
 from models import seeded
-from schedules import cases, make, offloaded, schedule
+from schedules import by_messages, cases, make, offloaded, placed, schedule
 from simulation import plan_of
 from test_gradients_owed import _alone_in_a_group  # noqa: F401  (a fixture)
 from tiers import FULL
 from torch import fx, nn
 
 import zc
+from zc.engine.weights import gather_graph
 from zc.passes.certificate import certificate
 from zc.passes.pipeline import examine
 from zc.planning.plan import Plan
@@ -90,32 +89,36 @@ def test_the_checker_is_small_and_stands_alone(tmp_path: Path) -> None:
     assert run()[0] == 1
 
 
-def schedules() -> Iterator[tuple[str, int, fx.Graph, Plan]]:
-    """Those of test_gradients_owed: by hand, and of real models."""
+def schedules() -> Iterator[tuple[str, fx.Graph, Plan]]:
+    """Those of test_gradients_owed, by hand and of real models, and both levels of two."""
     by_hand = [*cases(), *offloaded()]
     chosen = by_hand if FULL else [c for k, c in enumerate(by_hand) if k % 4 == 0 and len(c.plan.buckets) < 64]
-    for number, case in enumerate([*chosen, *compiled.cases()]):
+    for case in (*chosen, *compiled.cases()):
         for graph in dict.fromkeys(case.graphs):
-            yield case.name, number, graph, plan_of(graph)
+            yield case.name, graph, plan_of(graph)
+    more: tuple[dict[str, Any], ...] = ({}, {"num_replicas": 2}, {"in_8_bits": True}, {"overlap_gather": True})
+    for stage, options in itertools.product((1, 2), more):
+        messages = by_messages(2, stage=stage, **options)
+        memory = make(2, stage=stage, world_size=4, reads=True, num_hosts=2, **options)
+        for plan in (messages, memory):
+            for graph in (schedule("mlp", plan), placed(plan, gather_graph(plan, range(2)))):
+                yield f"two levels, stage {stage}, {options}", graph, plan
 
 
-def test_mutants_of_schedules_are_refused() -> None:
-    total: collections.Counter[str] = collections.Counter()
-    harmless = 0
-    for name, number, graph, plan in schedules():
+def test_mutants_of_schedules_are_refused_where_the_proof_refuses_them() -> None:
+    total: collections.Counter[tuple[str, bool]] = collections.Counter()
+    seen, num = collections.Counter[str](), 0
+    for name, graph, plan in schedules():
         assert faults(graph, plan) == [], name
-        total["healthy"] += 1
-        orders = mutants.of(graph, 3 if FULL else 21)
-        for kind, what, mutant in (*orders, *gradient_mutants.of(graph, 5 if FULL else 11, first=number)):
-            total[kind] += 1
+        num += 1
+        for kind, what, mutant in record_mutants.of(graph, 7 if FULL else 200, seen):
             findings = examine(mutant, plan)
-            is_wrong = bool(findings.races or findings.faults)
-            harmless += not is_wrong  # one stream needs no second buffer, one rank no gather
-            assert bool(faults(mutant, plan)) == is_wrong, f"{name}: {kind}: {what}: {findings}"
-    print(f"\ncertificates: healthy ones accepted, all others but {harmless} harmless ones refused: {dict(total)}")
-    assert harmless < 0.02 * total.total()
-    assert set(total) >= mutants.KINDS.keys() and total["healthy"] > 100 and total.total() > 400
-    assert set(total) >= gradient_mutants.KINDS.keys() - {"hop lost"}  # few graphs have one
+            # which kinds the processor and the bus alone may run is no matter of order: test_offload_schedules.py
+            is_wrong = bool(findings.races) or any("can't be on" not in fault for fault in findings.faults)
+            total[kind, is_wrong] += 1
+            assert is_refused(mutant, plan) == is_wrong, f"{name}: {kind}: {what}: {findings}"
+    print(f"\ncertificates: {num} healthy ones accepted; mutants, refused or not: {dict(total)}")
+    assert num > 100 and sum(1 for _, is_wrong in total if is_wrong) > 60
 
 
 def test_mutants_of_sharded_weights_are_refused_where_the_proof_refuses_them() -> None:
@@ -128,10 +131,11 @@ def test_mutants_of_sharded_weights_are_refused_where_the_proof_refuses_them() -
         is_wrong = bool(findings.races or findings.faults)
         total[kind, is_wrong] += 1
         assert is_refused(mutant, plan) == is_wrong, f"{kind}: {name}: {findings}"
+    seen = collections.Counter[str]()
     for seed in range(100 if FULL else 8):
         graph, plan = test_windows.case(seed)
         assert faults(graph, plan) == [], seed
-        for kind, name, mutant in itertools.islice(weights_mutants.of(graph), seed % 5, None, 1 if FULL else 5):
+        for kind, name, mutant in record_mutants.of(graph, 1 if FULL else 5, seen):
             findings = examine(mutant, plan)
             is_wrong = bool(findings.races or findings.faults)
             total[kind, is_wrong] += 1

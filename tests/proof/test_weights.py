@@ -3,13 +3,14 @@ that knows nothing of it."""
 
 from __future__ import annotations
 
+import collections
 import random
 from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
+import record_mutants
 import torch
-import weights_mutants
 from tiers import FULL
 from torch import fx
 
@@ -88,13 +89,13 @@ def test_some_passes_gather_encoded_weights() -> None:
 
 
 def broken(seeds: range, every: int) -> Iterator[tuple[str, str, fx.Graph, Plan]]:
+    seen = collections.Counter[str]()
     for seed in seeds:
         graph, plan = case(seed)
         if not any(graph.output_node().meta["uses"]):
             continue
-        for k, (kind, name, mutant) in enumerate(weights_mutants.of(graph)):
-            if (k + seed) % every == 0:
-                yield kind, f"{seed} {name}", mutant, plan
+        for kind, name, mutant in record_mutants.of(graph, every, seen):
+            yield kind, f"{seed} {name}", mutant, plan
         stop = max(op.extent[1] for _, op in ops(graph) if isinstance(op, Gather))
         if stop > 128:  # the same schedule, where less is allowed
             smaller = replace(plan, weight_nbytes=stop - 1)

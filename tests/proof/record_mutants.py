@@ -1,11 +1,12 @@
-"""Ways to break a pass of stage 3, or a graph with windows, by one edit. They are made from the records of its nodes: a
-node gone, done twice, at another place or on another stream; and each field as another node of its kind has it, or by
-some bytes off. Some do no harm: two that know nothing of each other have to agree on which."""
+"""Ways to break a schedule by one edit, made from the records of its nodes: a node gone, done twice, at another place
+or on another stream; each field as another node of its kind has it, or off by an item or some bytes; another value read
+or returned. Some do no harm: who knows nothing of the proof has to agree with it on which."""
 
 from __future__ import annotations
 
 import collections
 import contextlib
+import itertools
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from typing import Any
@@ -18,14 +19,19 @@ from zc.schedule.buffer import COMM, MAIN
 from zc.schedule.nodes import change, op_of, ops, put, stream_of
 from zc.schedule.spec import Op, Sync
 
-STEP = 64  # bytes: half of what extents are aligned to
+IN_BYTES = ("start", "stop", "extent", "spans")
+STEP = 128  # bytes, to which extents are aligned
 
 
-def of(graph: fx.Graph) -> Iterator[tuple[str, str, fx.Graph]]:
-    """(kind, what was done, the broken schedule). An edit after which it is no graph is left out."""
-    for kind, name, edit in (*_of_nodes(graph), *_of_fields(graph), *_of_values(graph)):
-        with contextlib.suppress(PassError, RuntimeError):
-            yield kind, name, edited(graph, edit)
+def of(graph: fx.Graph, every: int, seen: collections.Counter[str]) -> Iterator[tuple[str, str, fx.Graph]]:
+    """(kind, what was done, the broken schedule), of each kind one in ``every`` edits, and the first, second, fourth
+    and so on: ``seen`` counts them over several graphs. One after which it is no graph is left out."""
+    for kind, name, edit in itertools.chain(_of_nodes(graph), _of_fields(graph), _of_values(graph)):
+        seen[kind] += 1
+        number = seen[kind]
+        if number % every == 0 or number & (number - 1) == 0:
+            with contextlib.suppress(PassError, RuntimeError):
+                yield kind, name, edited(graph, edit)
 
 
 def _of_nodes(graph: fx.Graph) -> Iterator[tuple[str, str, Edit]]:
@@ -62,23 +68,23 @@ def _of_fields(graph: fx.Graph) -> Iterator[tuple[str, str, Edit]]:
         for field in fields(op):
             own = getattr(op, field.name)
             others = [value for value in seen[type(op), field.name] if value != own]
-            for value in (*others[:3], *_off(own if field.name not in ("bucket", "use") else None)):
-                if field.name == "places" and len(value) != len(own):
-                    continue  # its results would not be there
-                yield f"{type(op).__name__}.{field.name}", f"{node.name} with {value}", _with(node, field.name, value)
+            off = _off(own, field.name in IN_BYTES)
+            for how, value in (*(("", value) for value in others[:3]), *off):
+                if field.name not in ("places", "inputs") or len(value) == len(own):  # else others count wrongly
+                    edit = _with(node, field.name, value)
+                    yield f"{type(op).__name__}.{field.name}{how}", f"{node.name} with {value}", edit
 
 
-def _off(value: Any) -> Iterator[Any]:
-    """Extents and ends of extents, by some bytes; and one item less."""
-    if isinstance(value, int) and not isinstance(value, bool):
-        yield from (value + STEP, value + 2 * STEP, value - 2 * STEP)
-    elif isinstance(value, tuple) and value and isinstance(value[0], tuple):
-        yield value[1:]
-        yield from ((new, *value[1:]) for new in _off(value[0]))
-    elif isinstance(value, tuple) and len(value) == 2 and all(isinstance(each, int) for each in value):
-        yield from ((value[0], value[1] - 2 * STEP), (value[0] + 2 * STEP, value[1] + 2 * STEP))
-    elif isinstance(value, tuple) and value:
-        yield value[1:]
+def _off(value: Any, in_bytes: bool) -> Iterator[tuple[str, Any]]:
+    """How, and the value: one item less; and what counts bytes or elements, by some more or less."""
+    if isinstance(value, tuple) and value:
+        if not in_bytes or isinstance(value[0], tuple):
+            yield " of one less", value[1:]
+        for k in range(len(value)) if in_bytes else ():
+            for how, other in _off(value[k], in_bytes):
+                yield how, (*value[:k], other, *value[k + 1 :])
+    elif in_bytes and isinstance(value, int):
+        yield from ((f" {by:+}", value + by) for by in (-STEP, -1, 1, STEP))
 
 
 def _with(node: fx.Node, name: str, value: Any) -> Edit:
