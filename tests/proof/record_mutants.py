@@ -7,7 +7,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import fx
 from zc.errors import PassError
 from zc.schedule.buffer import COMM, MAIN
 from zc.schedule.nodes import change, op_of, ops, put, stream_of
-from zc.schedule.spec import Op, Sync
+from zc.schedule.spec import BucketOp, Op, Sync
 
 IN_BYTES = ("start", "stop", "extent", "spans")
 STEP = 128  # bytes, to which extents are aligned
@@ -42,6 +42,11 @@ def _of_nodes(graph: fx.Graph) -> Iterator[tuple[str, str, Edit]]:
             yield f"{what} erased", node.name, lambda g, w, n=node: g.erase_node(w[n])
             if not isinstance(op, Sync):
                 yield f"{what} doubled", node.name, lambda g, w, n=node: _double(g, w[n])
+        rest = [n for n, other in nodes[k:] if isinstance(op, BucketOp) and getattr(other, "bucket", None) == op.bucket]
+        if len(rest) > 1 and not any(n.users for n in rest):
+            name = ", ".join(n.name for n in rest)
+            yield f"{what} and the rest of its bucket erased", name, lambda g, w, r=rest: _erase(g, [w[n] for n in r])
+            yield f"{what} and the rest of its bucket doubled", name, lambda g, w, r=rest: _again(g, [w[n] for n in r])
         before = next((n for n, other in reversed(nodes[:k]) if not isinstance(other, Sync)), None)
         after = next((n for n, other in nodes[k + 1 :] if not isinstance(other, Sync)), None)
         if before is not None:
@@ -56,6 +61,17 @@ def _of_nodes(graph: fx.Graph) -> Iterator[tuple[str, str, Edit]]:
 def _double(graph: fx.Graph, node: fx.Node) -> None:
     with graph.inserting_after(node):
         put(graph, op_of(node), stream=stream_of(node))
+
+
+def _erase(graph: fx.Graph, nodes: Sequence[fx.Node]) -> None:
+    for node in nodes:
+        graph.erase_node(node)
+
+
+def _again(graph: fx.Graph, nodes: Sequence[fx.Node]) -> None:
+    for node in nodes:
+        with graph.inserting_before(graph.output_node()):
+            put(graph, op_of(node), stream=stream_of(node))
 
 
 def _of_fields(graph: fx.Graph) -> Iterator[tuple[str, str, Edit]]:
