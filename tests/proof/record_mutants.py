@@ -20,6 +20,7 @@ from zc.schedule.nodes import change, op_of, ops, put, stream_of
 from zc.schedule.spec import BucketOp, Op, Sync
 
 IN_BYTES = ("start", "stop", "extent", "spans")
+PAIRS = (("slots", "grads"), ("buckets", "spans"))  # which belong together item by item
 STEP = 128  # bytes, to which extents are aligned
 
 
@@ -81,13 +82,19 @@ def _of_fields(graph: fx.Graph) -> Iterator[tuple[str, str, Edit]]:
             if (value := getattr(op, field.name)) not in seen[type(op), field.name]:
                 seen[type(op), field.name].append(value)
     for node, op in ops(graph):
+        own_fields = {field.name for field in fields(op)}
+        for pair in (pair for pair in PAIRS if own_fields.issuperset(pair)):
+            items = [getattr(op, name) for name in pair]
+            for k in range(len(items[0])):
+                shorter = {name: (*own[:k], *own[k + 1 :]) for name, own in zip(pair, items, strict=True)}
+                yield f"{type(op).__name__} of one item less", f"{node.name} with {shorter}", _with(node, **shorter)
         for field in fields(op):
             own = getattr(op, field.name)
             others = [value for value in seen[type(op), field.name] if value != own]
             off = _off(own, field.name in IN_BYTES)
             for how, value in (*(("", value) for value in others[:3]), *off):
                 if field.name not in ("places", "inputs") or len(value) == len(own):  # else others count wrongly
-                    edit = _with(node, field.name, value)
+                    edit = _with(node, **{field.name: value})
                     yield f"{type(op).__name__}.{field.name}{how}", f"{node.name} with {value}", edit
 
 
@@ -103,8 +110,12 @@ def _off(value: Any, in_bytes: bool) -> Iterator[tuple[str, Any]]:
         yield from ((f" {by:+}", value + by) for by in (-STEP, -1, 1, STEP))
 
 
-def _with(node: fx.Node, name: str, value: Any) -> Edit:
-    return lambda g, w: change(w[node], replace(op_of(w[node]), **{name: fx.map_arg(value, lambda n: w[n])}))
+def _with(node: fx.Node, **values: Any) -> Edit:
+    def edit(g: fx.Graph, where: dict[fx.Node, fx.Node]) -> None:
+        changed = {name: fx.map_arg(value, lambda n: where[n]) for name, value in values.items()}
+        change(where[node], replace(op_of(where[node]), **changed))
+
+    return edit
 
 
 def _of_values(graph: fx.Graph) -> Iterator[tuple[str, str, Edit]]:
