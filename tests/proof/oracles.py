@@ -1,7 +1,5 @@
-"""Two other ways to find a race, sharing nothing with `verify` but what each node touches.
-
-`sanitizer_finds_a_race` drives torch.cuda._sanitizer.EventHandler (PyTorch's own race detector, pure Python) with the
-schedule's operations. `Enumeration` tries all orders that the events allow, without any clock.
+"""Another way to find a race, sharing nothing with `verify` but what each node touches: `Enumeration` tries all orders
+that the events allow, without any clock.
 
 The contract of docs/proof.md becomes operations: the caller and earlier schedules before, the caller and later
 schedules after.
@@ -9,14 +7,10 @@ schedules after.
 
 from __future__ import annotations
 
-import collections
-import itertools
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
-from unittest import mock
+from collections.abc import Iterator
+from typing import NamedTuple
 
 from torch import fx
-from torch.cuda import _sanitizer
 
 from zc.planning.plan import Plan
 from zc.schedule.buffer import HOST, MAIN, Access, Buffer, carried_event, overlap
@@ -91,54 +85,6 @@ def _both(access: Access) -> tuple[Access, ...]:
     if not isinstance(access.buffer, Buffer):
         return (access,)
     return access._replace(buffer=f"caller {access.buffer}"), access._replace(buffer=f"carried {access.buffer}")
-
-
-def _cells(ops: Sequence[Op]) -> dict[Access, set[int]]:
-    """Each extent as a set of numbers, overlapping where the sets do: the sanitizer knows no extents."""
-    accesses_of: dict[object, set[Access]] = collections.defaultdict(set)
-    for op in ops:
-        for access in (*op.reads, *op.writes):
-            accesses_of[access.buffer].add(access)
-    numbers, cells = itertools.count(1), {}
-    for _, group in sorted(accesses_of.items()):
-        cuts = sorted({a.start for a in group} | {a.stop for a in group})
-        ids = {cut: next(numbers) for cut in cuts}
-        for access in group:
-            cells[access] = {ids[cut] for cut in cuts if access.start <= cut < access.stop}
-    return cells
-
-
-class _NoTrace(list[Any]):
-    @staticmethod
-    def extract(*args: object, **kwargs: object) -> list[Any]:
-        return []
-
-
-def sanitizer_finds_a_race(graph: fx.Graph, plan: Plan) -> bool:
-    """What torch's CUDA sanitizer says of the same operations. It sees races only."""
-    ops = operations(graph, plan)
-    cells = _cells(ops)
-    streams = {name: k for k, name in enumerate(dict.fromkeys(op.stream for op in ops), start=1)}
-    events = {name: k for k, name in enumerate(dict.fromkeys(op.event for op in ops if op.event), start=1)}
-    handler = _sanitizer.EventHandler()
-    for stream in streams.values():
-        handler._handle_stream_creation(stream)
-    for event in events.values():
-        handler._handle_event_creation(event)
-    aliases: dict[int, list[str]] = collections.defaultdict(list)
-    with mock.patch.object(_sanitizer.traceback, "StackSummary", _NoTrace):  # 50 times faster without the stacks
-        for op in ops:
-            if op.kind == "record":
-                handler._handle_event_record(events[op.event], streams[op.stream])
-            elif op.kind == "wait":
-                handler._handle_event_wait(events[op.event], streams[op.stream])
-            else:
-                written = {c for a in op.writes for c in cells[a]}
-                read = {c for a in op.reads for c in cells[a]} - written
-                name = op.node.name if op.node is not None else "contract"
-                if handler._handle_kernel_launch(streams[op.stream], read, written, set(), name, aliases):
-                    return True
-    return False
 
 
 class Enumeration:

@@ -7,6 +7,7 @@ import ast
 import collections
 import copy
 import importlib.util
+import itertools
 import json
 import subprocess
 import sys
@@ -16,22 +17,21 @@ from types import ModuleType
 from typing import Any
 
 import compiled
-import gradient_mutants
-import mutants
 import pytest
+import record_mutants
 import test_weights
 import test_windows
 import torch
-import weights_mutants
 from harness import run_ranks
 from models import seeded
-from schedules import cases, make, offloaded, schedule
+from schedules import by_messages, cases, make, offloaded, placed, schedule
 from simulation import plan_of
 from test_gradients_owed import _alone_in_a_group  # noqa: F401  (a fixture)
 from tiers import FULL
 from torch import fx, nn
 
 import zc
+from zc.engine.weights import gather_graph
 from zc.passes.certificate import certificate
 from zc.passes.pipeline import examine
 from zc.planning.plan import Plan
@@ -55,6 +55,14 @@ def faults(graph: fx.Graph, plan: Plan) -> list[str]:
     """What the checker says of the file."""
     found: list[str] = checker.check(json.loads(json.dumps(certificate(graph, plan))))
     return found
+
+
+def is_refused(graph: fx.Graph, plan: Plan) -> bool:
+    """By the checker; or no certificate can be made of it: fields of one node are of different lengths."""
+    try:
+        return bool(faults(graph, plan))
+    except ValueError as error:
+        return "zip()" in str(error)
 
 
 def test_the_checker_is_small_and_stands_alone(tmp_path: Path) -> None:
@@ -81,52 +89,58 @@ def test_the_checker_is_small_and_stands_alone(tmp_path: Path) -> None:
     assert run()[0] == 1
 
 
-def schedules() -> Iterator[tuple[str, int, fx.Graph, Plan]]:
-    """Those of test_gradients_owed: by hand, and of real models."""
+def schedules() -> Iterator[tuple[str, fx.Graph, Plan]]:
+    """Those of test_gradients_owed, by hand and of real models, and both levels of two."""
     by_hand = [*cases(), *offloaded()]
     chosen = by_hand if FULL else [c for k, c in enumerate(by_hand) if k % 4 == 0 and len(c.plan.buckets) < 64]
-    for number, case in enumerate([*chosen, *compiled.cases()]):
+    for case in (*chosen, *compiled.cases()):
         for graph in dict.fromkeys(case.graphs):
-            yield case.name, number, graph, plan_of(graph)
+            yield case.name, graph, plan_of(graph)
+    more: tuple[dict[str, Any], ...] = ({}, {"num_replicas": 2}, {"in_8_bits": True}, {"overlap_gather": True})
+    for stage, options in itertools.product((1, 2), more):
+        messages = by_messages(2, stage=stage, **options)
+        memory = make(2, stage=stage, world_size=4, reads=True, num_hosts=2, **options)
+        for plan in (messages, memory):
+            for graph in (schedule("mlp", plan), placed(plan, gather_graph(plan, range(2)))):
+                yield f"two levels, stage {stage}, {options}", graph, plan
 
 
-def test_mutants_of_schedules_are_refused() -> None:
-    total: collections.Counter[str] = collections.Counter()
-    harmless = 0
-    for name, number, graph, plan in schedules():
+def test_mutants_of_schedules_are_refused_where_the_proof_refuses_them() -> None:
+    total: collections.Counter[tuple[str, bool]] = collections.Counter()
+    seen, num = collections.Counter[str](), 0
+    for name, graph, plan in schedules():
         assert faults(graph, plan) == [], name
-        total["healthy"] += 1
-        orders = mutants.of(graph, 3 if FULL else 21)
-        for kind, what, mutant in (*orders, *gradient_mutants.of(graph, 5 if FULL else 11, first=number)):
-            total[kind] += 1
+        num += 1
+        for kind, what, mutant in record_mutants.of(graph, 7 if FULL else 200, seen):
             findings = examine(mutant, plan)
-            is_wrong = bool(findings.races or findings.faults)
-            harmless += not is_wrong  # one stream needs no second buffer, one rank no gather
-            assert bool(faults(mutant, plan)) == is_wrong, f"{name}: {kind}: {what}: {findings}"
-    print(f"\ncertificates: healthy ones accepted, all others but {harmless} harmless ones refused: {dict(total)}")
-    assert harmless < 0.02 * total.total()
-    assert set(total) >= mutants.KINDS.keys() and total["healthy"] > 100 and total.total() > 400
-    assert set(total) >= gradient_mutants.KINDS.keys() - {"hop lost"}  # few graphs have one
+            # which kinds the processor and the bus alone may run is no matter of order: test_offload_schedules.py
+            is_wrong = bool(findings.races) or any("can't be on" not in fault for fault in findings.faults)
+            total[kind, is_wrong] += 1
+            assert is_refused(mutant, plan) == is_wrong, f"{name}: {kind}: {what}: {findings}"
+    print(f"\ncertificates: {num} healthy ones accepted; mutants, refused or not: {dict(total)}")
+    assert num > 100 and sum(1 for _, is_wrong in total if is_wrong) > 60
 
 
 def test_mutants_of_sharded_weights_are_refused_where_the_proof_refuses_them() -> None:
     total: collections.Counter[tuple[str, bool]] = collections.Counter()
     for seed in range(20):
-        graph, plan, _ = test_weights.case(seed)
+        graph, plan = test_weights.case(seed)
         assert faults(graph, plan) == [], seed
-    for kind, name, mutant, plan, _ in test_weights.broken(range(100, 120), 2 if FULL else 9):
+    for kind, name, mutant, plan in test_weights.broken(range(100, 120), 1 if FULL else 7):
         findings = examine(mutant, plan)
         is_wrong = bool(findings.races or findings.faults)
         total[kind, is_wrong] += 1
-        assert bool(faults(mutant, plan)) == is_wrong, f"{kind}: {name}: {findings}"
-    for seed in range(10 if FULL else 3):
-        graph, plan, _ = test_windows.case(seed)
+        assert is_refused(mutant, plan) == is_wrong, f"{kind}: {name}: {findings}"
+    seen = collections.Counter[str]()
+    for seed in range(100 if FULL else 8):
+        graph, plan = test_windows.case(seed)
         assert faults(graph, plan) == [], seed
-        for kind, name, mutant in weights_mutants.of_windows(graph):
+        for kind, name, mutant in record_mutants.of(graph, 1 if FULL else 5, seen):
             findings = examine(mutant, plan)
-            total[kind, bool(findings)] += 1
-            assert bool(faults(mutant, plan)) == bool(findings), f"{seed} {kind}: {name}: {findings}"
-    assert sum(1 for _, is_wrong in total if is_wrong) > 30
+            is_wrong = bool(findings.races or findings.faults)
+            total[kind, is_wrong] += 1
+            assert is_refused(mutant, plan) == is_wrong, f"{seed} {kind}: {name}: {findings}"
+    assert sum(1 for _, is_wrong in total if is_wrong) >= 35 and total["another value", True] > 40
 
 
 def test_a_file_that_was_edited_is_refused_by_its_pair() -> None:

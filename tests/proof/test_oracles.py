@@ -1,14 +1,13 @@
-"""`verify` against two oracles that know nothing of its clocks: all orders tried, and torch's CUDA sanitizer."""
+"""`verify` against an oracle that knows nothing of its clocks: all orders tried."""
 
 from __future__ import annotations
 
 import mutants
-import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from oracles import Enumeration, sanitizer_finds_a_race
+from oracles import Enumeration
 from random_schedules import offloaded_schedules, schedules
-from schedules import cases, make, schedule
+from schedules import make, schedule
 from tiers import FULL
 from torch import fx
 
@@ -34,7 +33,6 @@ def test_verify_agrees_with_all_orders_tried(schedule: tuple[fx.Graph, Plan]) ->
     faults = examine(graph, plan)
     unknown = any("no node before records" in fault for fault in faults.faults)
     assert bool(faults.races) == Enumeration(graph, plan).finds_a_race(), f"{faults}\n{text(graph)}"
-    assert bool(faults.races) == sanitizer_finds_a_race(graph, plan), f"{faults}\n{text(graph)}"
     if faults.races or unknown:
         return
     redundant = 0
@@ -62,28 +60,13 @@ def test_inserted_events_are_needed_and_enough(schedule: tuple[fx.Graph, Plan]) 
     assert not Enumeration(placed, plan).finds_a_race()
 
 
-def test_the_sanitizer_agrees_over_all_mutants() -> None:
-    """It sees races only."""
-    agreed = 0
-    for case in cases():
-        if "b64" in case.name:
-            continue
-        for graph in dict.fromkeys(case.graphs):
-            assert not sanitizer_finds_a_race(graph, case.plan), case.name
-            for kind, name, mutant in mutants.of(graph, 1 if FULL else 3):
-                races = bool(examine(mutant, case.plan).races)
-                assert races == sanitizer_finds_a_race(mutant, case.plan), f"{case.name}: {kind}: {name}"
-                agreed += 1
-    assert agreed > (1000 if FULL else 300)
-
-
-def test_the_oracles_can_fail() -> None:
-    """Each finds the race that a deleted wait makes; an oracle that never does would agree with anything correct."""
+def test_the_oracle_can_fail() -> None:
+    """It finds the race that a deleted wait makes; one that never does would agree with anything correct."""
     plan = make(2)
     graph = schedule("mlp", plan)
     assert not Enumeration(graph, plan).finds_a_race()
     _, _, broken = next(mutants.of(graph))
-    assert Enumeration(broken, plan).finds_a_race() and sanitizer_finds_a_race(broken, plan)
+    assert Enumeration(broken, plan).finds_a_race()
 
 
 def test_an_event_that_nobody_records_is_named() -> None:
@@ -95,6 +78,3 @@ def test_an_event_that_nobody_records_is_named() -> None:
     new.erase_node(where[record])
     assert any(f"waits for {record.args[0]}" in fault for fault in examine(new, plan).faults)
 
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

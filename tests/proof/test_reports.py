@@ -102,9 +102,9 @@ def test_near_linear() -> None:
             sys.settrace(before)
         return next(count), verdict.nodes
 
-    small, num_small = lines(160)
-    large, num_large = lines(640)
-    assert num_large >= 5000, num_large
+    small, num_small = lines(80)
+    large, num_large = lines(320)
+    assert num_large >= 2500, num_large
     print(f"verify: {num_large} nodes {large:,} lines, {num_small} nodes {small:,} lines")
     assert large < 600 * num_large
     assert large / small < 1.1 * num_large / num_small
