@@ -89,6 +89,12 @@ def key(row: Row) -> tuple[str, str, str]:
     return row["torch"], row["python"], row["tests"]
 
 
+def put(row: Row, rows: list[Row]) -> list[Row]:
+    """In place of the one of these tests, and of those of files in this folder: they have run again."""
+    torch, python, tests = key(row)
+    return [r for r in rows if key(r)[:2] != (torch, python) or not f"{r['tests']}/".startswith(f"{tests}/")] + [row]
+
+
 def read(path: Path = RESULTS) -> list[Row]:
     with path.open(newline="") as file:
         return list(csv.DictReader(file))
@@ -165,7 +171,7 @@ def main() -> int:
             any_failed |= bool(failed)
             values = (torch, triton, version, tests, str(passed), str(len(failed)), str(skipped))
             row = dict(zip(COLUMNS, (*values, today, commit.stdout.strip(), "; ".join(failed)), strict=True))
-            write([r for r in read() if key(r) != key(row)] + [row])
+            write(put(row, read()))
             DOCUMENT.write_text(document(read(), folders_of_tests()))
     DOCUMENT.write_text(document(read(), folders_of_tests()))
     return int(any_failed)

@@ -32,6 +32,12 @@ def test_counts_are_pytest_s(tmp_path: Path) -> None:
     assert versions.counts_of(report, lambda module: module) == {"test_three": (1, failed, 1), "test_none": (0, [], 1)}
 
 
+def test_a_run_takes_the_place_of_its_parts() -> None:
+    old, whole, other = [{"torch": "2", "python": "3", "tests": name} for name in ("a/b/test_c.py", "a/b", "a/bc")]
+    assert versions.put(whole, [old, whole, other]) == [other, whole]
+    assert versions.put(old, [whole, old, {**old, "torch": "1"}]) == [whole, {**old, "torch": "1"}, old]
+
+
 def test_another_torch_than_was_asked_for_is_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
