@@ -89,7 +89,7 @@ BF16: dict[str, Any] = {
 
 def narrow_loss(s: Script, step: int, microbatch: int = 0) -> Tensor:
     x, y = s.batch(step, microbatch)
-    return F.mse_loss(s.model(x.to(next(s.model.parameters()).dtype)).float(), y)
+    return F.mse_loss(s.model(x.to(next(s.model.parameters()).dtype)).to(y.dtype), y)
 
 
 @row(5, "bf16 parameters changed by hand between steps", note="against fp32", **BF16)

@@ -70,6 +70,7 @@ def trained(rank: int, steps: int = 1, **options: Any) -> tuple[nn.Module, torch
 
 def _many(rank: int, world_size: int, how: str, num: int) -> tuple[Any, Any, Any]:
     """Job: descriptors and threads before, while ``num`` models came and went, and after the last is closed."""
+    torch.ones((), requires_grad=True).backward()  # torch's threads for devices stay: a build for CUDA starts 8 of them
     before = held_open()
     most = (0, 0)
     for k in range(num):

@@ -25,7 +25,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "tests" / "versions" / "results.csv"
 DOCUMENT = ROOT / "docs" / "versions.md"
-COLUMNS = ("torch", "triton", "python", "tests", "passed", "failed", "skipped", "date", "commit")
+COLUMNS = ("torch", "triton", "python", "tests", "passed", "failed", "skipped", "date", "commit", "names")
 FACTS = """
 import importlib.metadata as metadata, platform, torch
 try:
@@ -35,7 +35,7 @@ except metadata.PackageNotFoundError:
 print(torch.__version__, triton, platform.python_version())
 """
 Row = dict[str, str]
-Counts = tuple[int, int, int]
+Counts = tuple[int, list[str], int]  # passed, failed (errors are) by name, skipped
 
 
 def environment(version: str, base: str) -> Path:
@@ -52,7 +52,6 @@ def environment(version: str, base: str) -> Path:
 
 
 def run_folder(python: Path, tests: str) -> Counts:
-    """Tests passed, failed (errors are), skipped."""
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
@@ -60,17 +59,24 @@ def run_folder(python: Path, tests: str) -> Counts:
         done = subprocess.run(command, cwd=ROOT, env=env, check=False)
         if not report.exists():
             raise SystemExit(f"pytest {tests} ended with status {done.returncode} and left no report")
-        return counts_of(report, lambda _: tests).get(tests, (0, 0, 0))
+        return counts_of(report, lambda _: tests).get(tests, (0, [], 0))
 
 
 def counts_of(report: Path, name: Callable[[str], str]) -> dict[str, Counts]:
-    """Tests passed, failed (errors are), skipped, by the ``name`` of their module."""
-    result: dict[str, list[int]] = {}
+    """By the ``name`` of the tests' module."""
+    result: dict[str, Counts] = {}
     for case in ElementTree.parse(report).getroot().iter("testcase"):
-        counts = result.setdefault(name(case.attrib["classname"] or case.attrib["name"]), [0, 0, 0])
+        module = case.attrib["classname"] or case.attrib["name"]
+        passed, failed, skipped = result.get(name(module), (0, [], 0))
         kinds = {child.tag for child in case}
-        counts[1 if kinds & {"failure", "error"} else 2 if "skipped" in kinds else 0] += 1
-    return {tests: (passed, failed, skipped) for tests, (passed, failed, skipped) in result.items()}
+        if kinds & {"failure", "error"}:
+            failed = [*failed, f"{module.rpartition('.')[2]}::{case.attrib['name']}"]
+        elif "skipped" in kinds:
+            skipped += 1
+        else:
+            passed += 1
+        result[name(module)] = passed, failed, skipped
+    return result
 
 
 def folder_of(module: str) -> str:
@@ -81,6 +87,12 @@ def folder_of(module: str) -> str:
 
 def key(row: Row) -> tuple[str, str, str]:
     return row["torch"], row["python"], row["tests"]
+
+
+def put(row: Row, rows: list[Row]) -> list[Row]:
+    """In place of the one of these tests, and of those of files in this folder: they have run again."""
+    torch, python, tests = key(row)
+    return [r for r in rows if key(r)[:2] != (torch, python) or not f"{r['tests']}/".startswith(f"{tests}/")] + [row]
 
 
 def read(path: Path = RESULTS) -> list[Row]:
@@ -107,7 +119,7 @@ def cell(row: Row | None) -> str:
 
 
 def document(rows: list[Row], folders: list[str]) -> str:
-    """A column for each torch and Python, a line for each folder of tests."""
+    """A column for each torch and Python, a line for each folder of tests; below them the names of what failed."""
     by_key = {key(row): row for row in rows}
     columns = {(r["torch"], r["python"]): r for r in rows}
     when = {c: sorted(r["date"] for r in rows if (r["torch"], r["python"]) == c)[-1] for c in columns}
@@ -127,6 +139,7 @@ def document(rows: list[Row], folders: list[str]) -> str:
     for folder in sorted({*folders, *(r["tests"] for r in rows)}):
         lines.append(f"| {folder} | " + " | ".join(cell(by_key.get((*c, folder))) for c in columns) + " |")
     lines.append("| last run | " + " | ".join(when[c] for c in columns) + " |")
+    lines += ["", *(f"- torch {r['torch']}, {r['tests']}: failed `{r['names']}`" for r in rows if int(r["failed"]))]
     return "\n".join(lines) + "\n"
 
 
@@ -155,10 +168,10 @@ def main() -> int:
         today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
         for tests in folders if ready is None else [name for name in folders if name in ready]:
             passed, failed, skipped = run_folder(python, tests) if ready is None else ready[tests]
-            any_failed |= failed > 0
-            values = (torch, triton, version, tests, str(passed), str(failed), str(skipped))
-            row = dict(zip(COLUMNS, (*values, today, commit.stdout.strip()), strict=True))
-            write([r for r in read() if key(r) != key(row)] + [row])
+            any_failed |= bool(failed)
+            values = (torch, triton, version, tests, str(passed), str(len(failed)), str(skipped))
+            row = dict(zip(COLUMNS, (*values, today, commit.stdout.strip(), "; ".join(failed)), strict=True))
+            write(put(row, read()))
             DOCUMENT.write_text(document(read(), folders_of_tests()))
     DOCUMENT.write_text(document(read(), folders_of_tests()))
     return int(any_failed)
