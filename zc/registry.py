@@ -44,7 +44,7 @@ def persistent_nbytes(model: nn.Module) -> dict[str, int]:
     sharded_model = sharded(model)
     runtime = sharded_model.runtime
     nbytes = runtime.buffers.nbytes()
-    by_param = [list(optimizer.local.state.values()) for optimizer in sharded_model.optimizers]
+    by_param = [list(optimizer.state_of_class.values()) for optimizer in sharded_model.optimizers]
     states = [value for _, value in values_in(None, by_param)]
     whole = sum(param.nbytes for name, param in runtime.frozen.items() if name not in runtime.placed)
     if whole:

@@ -4,7 +4,9 @@ plain PyTorch's, which updates each by itself, whatever the loop does to states 
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -174,6 +176,13 @@ def check(world_size: int, cases: list[Any]) -> None:
             steady = ["load", "move_params"]
             steady += ["write_state", "forget_state"] if world_size == 1 and case[1] is SIZES else []
             assert all(all(is_flat[name]) for name in steady) and any(is_flat["take_turns"]), (case, is_flat)
+
+
+def test_whoever_asks_for_the_state_of_the_class_is_noticed() -> None:
+    """Flat slices compare it only where `ShardedOptimizer.state_of_class` was asked for it."""
+    product = Path(zc.__file__).parent
+    reads = {path.name: len(re.findall(r"\blocal\.state\b", path.read_text())) for path in product.rglob("*.py")}
+    assert {name: num for name, num in reads.items() if num and name != "flat_slices.py"} == {"optimizer.py": 2}
 
 
 def test_classes() -> None:

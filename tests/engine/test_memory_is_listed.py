@@ -22,6 +22,7 @@ from zc.kernels.blocks import Blocks
 # What holds tensors outside of these lists, and why it may.
 _ELSEWHERE = {
     "GradShards",  # norms: `hand_to_main` records the stream of whoever asks for them
+    "FlatSlice",  # the class's states, which it makes, uses and frees on the stream of the update
     "_Deposit",  # a gradient is used on the stream that made it, until `hand_to_main` has handed it over
 }
 

@@ -46,7 +46,7 @@ def frozen_of(one: ShardedOptimizer) -> dict[str, Tensor]:
 
 def states_of_frozen(one: ShardedOptimizer) -> dict[str, dict[str, Any]]:
     """By name; without those that have none."""
-    state = one.local.state
+    state = one.state_of_class
     return {name: dict(state[param]) for name, param in frozen_of(one).items() if state.get(param)}
 
 
@@ -54,7 +54,7 @@ def state_by_string(one: ShardedOptimizer) -> dict[str, Any]:
     """Raises CheckpointError if the optimizer has state that can't be saved by a name."""
     names = {id(param) for param in (*one.slices.values(), *frozen_of(one).values())}
     by_string: dict[str, Any] = {}
-    for key, value in one.local.state.items():
+    for key, value in one.state_of_class.items():
         if isinstance(key, str):
             by_string[key] = value
         elif id(key) not in names:

@@ -166,7 +166,7 @@ def state_of(model: nn.Module, sharded_model: ShardedModel) -> dict[str, Any]:
             weights[name] = mine.now if mine.slot.numel else sharded_model.runtime.params[mine.planned].detach()
         if mine.slice is None or mine.optimizer is None or not mine.slot.numel:
             continue
-        state = mine.optimizer.local.state.get(mine.slice, {})
+        state = mine.optimizer.state_of_class.get(mine.slice, {})
         if state:
             if mine.is_cut:
                 for key, value in values_in(None, state):

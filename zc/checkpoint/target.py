@@ -375,7 +375,7 @@ def commit(model: nn.Module, sharded_model: ShardedModel, target: Target) -> Non
 
 def _commit_others(one: ShardedOptimizer, target: Target, states: Mapping[str, dict[str, Any]]) -> None:
     """Frozen parameters without state in the checkpoint keep theirs: the optimizer's ``__init__`` may have made it."""
-    state = one.local.state
+    state = one.state_of_class
     for name, param in frozen_of(one).items():
         if name in states:
             state[param] = _placed(states[name], param, one.local)

@@ -145,6 +145,7 @@ class FlatSlices:
         self._lists: list[list[Any]] = []  # of each group, its slices, when all of this was made
         self._touched: list[list[bool]] = []  # of each bucket, which parameters had a gradient then
         self._num_made, self._num_steps = 0, 0
+        self.is_state_asked_for = False  # since the last step: see `ShardedOptimizer.state_of_class`
 
     def find(self, lists: Sequence[list[Any]]) -> bool:
         """Whether there are any in the step that begins. ``lists``: of each group, its slices."""
@@ -162,9 +163,8 @@ class FlatSlices:
         return bool(self._flat)
 
     def _are_current(self) -> bool:
-        local = self._owner().local
-        if local.is_state_read:
-            return all(one.is_current(local.own_state) for one in self._flat)
+        if self.is_state_asked_for:
+            return all(one.is_current(self._owner().local.state) for one in self._flat)
         return all(one.has_own_numbers() for one in self._flat)
 
     def forget(self) -> None:
@@ -172,7 +172,7 @@ class FlatSlices:
             kept.clear()
 
     def _make(self, owner: ShardedOptimizer) -> None:
-        rank, state = owner.runtime.group.shard.rank, owner.local.own_state
+        rank, state = owner.runtime.group.shard.rank, owner.local.state
         group_of = {id(own): k for k, slices in enumerate(self._lists) for own in slices}
         for bucket, flags in zip(owner.buckets, self._touched, strict=True):
             run: list[_Alone] = []
@@ -209,23 +209,23 @@ class FlatSlices:
             one.own.grad = in_shape(owner.runtime.buffers.acc_copies(one.bucket)[0][one.elements], one.slot)
         for group, params in zip(groups, self._params, strict=True):
             group["params"] = params
-        owner.local.state = _StepState(self._flat, owner.local.own_state)
+        owner.local.state = _StepState(self._flat, owner.local.state)
 
     def leave(self, groups: Sequence[dict[str, Any]]) -> bool:
         """After a step, also one that raised: each slice has its own state again, and no gradient. False if the class
         had no flat slices."""
         local = self._owner().local
-        if not isinstance(local.own_state, _StepState):
+        if not isinstance(local.state, _StepState):
             return False
-        local.state = local.own_state.others
+        local.state = local.state.others
         for group, slices in zip(groups, self._lists, strict=True):
             group["params"] = slices
         for flat in self._flat:
             flat.param.grad = None
-            flat.share(local.own_state)
+            flat.share(local.state)
         for one in self._alone:
             one.own.grad = None
-        local.is_state_read = False
+        self.is_state_asked_for = False
         return True
 
 

@@ -40,15 +40,6 @@ class _OfClass:
         vars(owner)[self._name] = value
 
 
-def _read_state(self: Any) -> Any:
-    self.is_state_read = True
-    return self.own_state
-
-
-def _write_state(self: Any, state: Any) -> None:
-    self.is_state_read, self.own_state = True, state
-
-
 def _set_state(self: Any, state: dict[str, Any]) -> None:
     """``__setstate__``, by which torch's load_state_dict brings groups and state: they are the second object's."""
     outside = {key: vars(self)[key] for key in ("param_groups", "state") if key in vars(self)}
@@ -62,9 +53,8 @@ def _set_state(self: Any, state: dict[str, Any]) -> None:
 def second_object(optimizer: Optimizer, zero_grad: Callable[..., None], others: Iterable[str] = ()) -> Any:
     """A second object with the ``__dict__`` of ``optimizer``, and with groups, state and step hooks of its own, all
     empty. ``zero_grad``: stands in place of torch's. ``others``: methods that zc may replace on the caller's object,
-    beside `REPLACED`. Its ``is_state_read`` becomes True as anybody reads or sets its ``state``, which is
-    ``own_state``."""
-    cls, own = type(optimizer), ("param_groups", "own_state", "is_state_read", *torch_private.STEP_HOOKS)
+    beside `REPLACED`."""
+    cls, own = type(optimizer), ("param_groups", "state", *torch_private.STEP_HOOKS)
     functions = {name: getattr(cls, name) for name in (*REPLACED, *others)}
     patched = vars(optimizer).get("zero_grad")
     if patched is not None:  # by the caller, so that a method of the class calls it, too
@@ -74,7 +64,6 @@ def second_object(optimizer: Optimizer, zero_grad: Callable[..., None], others: 
     body = {
         "__slots__": own,  # slots take precedence over the ``__dict__``
         "__setstate__": _set_state,
-        "state": property(_read_state, _write_state),
         **{name: _OfClass(name, function) for name, function in functions.items()},
     }
     second = with_zero_grad(optimizer, zero_grad, body)

@@ -107,10 +107,10 @@ class ShardedOptimizer:
 
     def start(self, make_updater: MakeUpdater) -> None:
         """Registers the hooks, by which the caller's ``step()`` updates the slices."""
-        had_state = bool(self.local.state)
+        had_state = bool(self.state_of_class)
         self.updater = make_updater(self)
         self._take_options()
-        if self.local.state and not had_state:  # of an earlier run's file
+        if self.state_of_class and not had_state:  # of an earlier run's file
             self.state.note(self._names.values())
         self._remove_hooks = torch_private.surround_step(
             self.optimizer, self._before_hooks, self._before_step, self._after_step
@@ -127,6 +127,14 @@ class ShardedOptimizer:
                     "zc.close(model), and then zc.compile with an optimizer that has the new one; or set a method of "
                     f"the object (optimizer.{name} = ...), which is called"
                 )
+
+    @property
+    def state_of_class(self) -> dict[Any, Any]:
+        """The class's own state, of slices. Who asks for it may change it, so the next step compares it with what flat
+        slices have."""
+        self._flat.is_state_asked_for = True
+        state: dict[Any, Any] = self.local.state
+        return state
 
     @property
     def _takes_flat(self) -> bool:
@@ -158,11 +166,11 @@ class ShardedOptimizer:
         self._try(groups[self._num_tried :])
         self._num_tried = len(groups)
         for name, (bucket, slot) in slots.items():
-            state = self.local.state.pop(self.runtime.params[name], None)
+            state = self.state_of_class.pop(self.runtime.params[name], None)
             if state:  # a fresh one, made by the optimizer's __init__ (Adagrad)
                 self.state.note([name])
                 if name in self.slices:
-                    self.local.state[self.slices[name]] = self._slice_state(bucket, slot, state)
+                    self.state_of_class[self.slices[name]] = self._slice_state(bucket, slot, state)
         self._lists.clear()
         self.look_at_groups()
 
@@ -174,7 +182,7 @@ class ShardedOptimizer:
             self._places.pop(name, None)
             self._names.pop(id(param), None)
             for key in (own_slice, param):
-                self.local.state.pop(key, None)
+                self.state_of_class.pop(key, None)
         self.state.forget(params)
         lost = {id(param) for param in params.values()}
         for group in self.optimizer.param_groups:
@@ -457,6 +465,7 @@ class ShardedOptimizer:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """That of the class, with slices for parameters."""
         self.look_at_groups()
+        self._flat.is_state_asked_for = True
         self.local.load_state_dict(state_dict)
         self.called_zero_grad = [0, 0]
         self.state.loaded(self._names.values())
@@ -631,8 +640,8 @@ class ShardedOptimizer:
             self._remove_hooks()
         for handle in self.hooks:
             handle.remove()
-        self.local.state.clear()
-        vars(self.optimizer)["state"] = self.local.state
+        self.state_of_class.clear()
+        vars(self.optimizer)["state"] = self.state_of_class
         for group in (*self.local.param_groups, *self.optimizer.param_groups):
             group["params"] = []
         self._lists.clear()

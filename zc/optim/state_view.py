@@ -95,7 +95,7 @@ class StateView(MutableMapping[Any, Any]):
     def __getitem__(self, key: Any) -> Any:
         name = self.owner.name_of(key)
         if name is None:
-            return self.owner.local.state[key]
+            return self.owner.state_of_class[key]
         state = self._held.get(name)
         if state is None:
             state = self._hold(name, ParamState())
@@ -108,7 +108,7 @@ class StateView(MutableMapping[Any, Any]):
     def __setitem__(self, key: Any, value: Any) -> None:
         name = self.owner.name_of(key)
         if name is None:
-            self.owner.local.state[key] = value
+            self.owner.state_of_class[key] = value
             return
         items = dict(value)
         if value is self._held.get(name):
@@ -125,7 +125,7 @@ class StateView(MutableMapping[Any, Any]):
     def __delitem__(self, key: Any) -> None:
         if key not in self:
             raise KeyError(key)
-        name, state = self.owner.name_of(key), self.owner.local.state
+        name, state = self.owner.name_of(key), self.owner.state_of_class
         if name is None:
             del state[key]
             return
@@ -159,7 +159,7 @@ class StateView(MutableMapping[Any, Any]):
 
     def __contains__(self, key: Any) -> bool:
         name = self.owner.name_of(key)
-        return key in self.owner.local.state if name is None else self._kept(name) is not None
+        return key in self.owner.state_of_class if name is None else self._kept(name) is not None
 
     def __iter__(self) -> Iterator[Any]:
         """Parameters in the order of the groups, the same on all ranks, then what the class keeps by other keys."""
@@ -167,7 +167,7 @@ class StateView(MutableMapping[Any, Any]):
         params = [p for group in owner.optimizer.param_groups for p in group["params"] if owner.name_of(p) is not None]
         yield from [param for param in params if param in self]
         slices = {id(own_slice) for own_slice in owner.slices.values()}
-        yield from [key for key in owner.local.state if id(key) not in slices]
+        yield from [key for key in owner.state_of_class if id(key) not in slices]
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
@@ -200,7 +200,7 @@ class StateView(MutableMapping[Any, Any]):
         owner = self.owner
         own_slice = owner.slices.get(name)
         if own_slice is not None:
-            kept: dict[Any, Any] | None = owner.local.state.get(own_slice)
+            kept: dict[Any, Any] | None = owner.state_of_class.get(own_slice)
             return kept
         if name in self._elsewhere or name not in self._updated:
             return self._elsewhere.get(name)
@@ -209,7 +209,7 @@ class StateView(MutableMapping[Any, Any]):
     def _keep(self, name: str, items: dict[Any, Any]) -> dict[Any, Any]:
         own_slice = self.owner.slices.get(name)
         if own_slice is not None:
-            self.owner.local.state[own_slice] = items
+            self.owner.state_of_class[own_slice] = items
         else:
             self._elsewhere[name] = items
         self._updated.add(name)
@@ -218,7 +218,7 @@ class StateView(MutableMapping[Any, Any]):
     def _like_others(self, name: str) -> dict[Any, Any] | None:
         """Without elements, what the state of a slice has, of its group if there is one here; where parameters stay
         whole, a class may keep other things of a vector than of a matrix. It counts its own updates."""
-        owner, state, params = self.owner, self.owner.local.state, self.owner.runtime.params
+        owner, state, params = self.owner, self.owner.state_of_class, self.owner.runtime.params
         groups = sorted(owner.members, key=lambda members: name not in members)
         names = [m for members in groups for m in members if isinstance(m, str)]
         with_state = [m for m in names if m in owner.slices and state.get(owner.slices[m])]
@@ -288,7 +288,7 @@ class StateView(MutableMapping[Any, Any]):
         view._noted, view._with_gradient, view._trials = self._noted, self._with_gradient, self._trials
         view._counted, view._num_counted, view._num_updates = self._counted, self._num_counted, self._num_updates
         self.clear()
-        stand_in = SimpleNamespace(name_of=lambda key: None, local=SimpleNamespace(state=past), slices={},
+        stand_in = SimpleNamespace(name_of=lambda key: None, state_of_class=past, slices={},
                                    optimizer=SimpleNamespace(param_groups=[]))  # fmt: skip
         self._owner = lambda: stand_in
         for key, item in given.items():
