@@ -94,6 +94,15 @@ class Loop:
                     self.optimizer.state[p][key] = torch.full_like(self.optimizer.state[p][key], 2.0)
         self.steps(2)
 
+    def keep_more(self) -> None:
+        self.optimizer.state[self.model.params[-1]]["mine"] = torch.ones(())
+        for k in (1, 2, 3):
+            self.optimizer.state[self.model.params[k]]["mine"] = torch.full((3,), float(k))
+        self.steps(2)
+        params = [self.model.params[k] for k in (-1, 1, 2, 3)]
+        if dist.get_world_size() == 1:
+            self.seen += [self.optimizer.state[p]["mine"].tolist() for p in params]
+
     def forget_state(self) -> None:
         for k in (1, 4):
             self.optimizer.state.pop(self.model.params[k], None)
@@ -119,7 +128,7 @@ class Loop:
         self.optimizer.load_state_dict(copy.deepcopy(before))
         self.steps(2)
 
-    EDITS = (take_turns, write_state, forget_state, move_params, load)
+    EDITS = (take_turns, write_state, keep_more, forget_state, move_params, load)
 
 
 def differences(
