@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from harness import run_cases
@@ -58,7 +59,7 @@ class Loop:
         self.optimizer = make([{"params": rest}, {"params": [first], "lr": 0.05}])
         if compiles:
             zc.compile(self.model, self.optimizer, backend="eager")
-        self.kept: dict[Any, Any] = {}
+        self.compiles, self.kept = compiles, dict[Any, Any]()
         self.seen: list[Any] = []
 
     def steps(self, num: int) -> None:
@@ -128,7 +129,27 @@ class Loop:
         self.optimizer.load_state_dict(copy.deepcopy(before))
         self.steps(2)
 
-    EDITS = (take_turns, write_state, keep_more, forget_state, move_params, load)
+    def interrupt(self) -> None:
+        """Ctrl-C as the class's step begins; then the loop looks at states and goes on."""
+        self.model().backward()
+        if self.compiles:
+            with pytest.MonkeyPatch.context() as patch:
+                enter = FlatSlices.enter
+
+                def interrupted(flat: FlatSlices, groups: Any) -> None:
+                    enter(flat, groups)
+                    raise KeyboardInterrupt
+
+                patch.setattr(FlatSlices, "enter", interrupted)
+                with pytest.raises(KeyboardInterrupt):
+                    self.optimizer.step()
+        self.seen.append(sorted({key for items in self.optimizer.state_dict()["state"].values() for key in items}))
+        self.seen.append([sorted(items) for items in self.tensors()])
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.steps(1)
+
+    EDITS = (interrupt, take_turns, write_state, keep_more, forget_state, move_params, load)
 
 
 def differences(

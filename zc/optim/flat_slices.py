@@ -30,6 +30,7 @@ State = Mapping[Any, Any]
 
 _MOST = 1 << 16  # elements: they stay in a core's cache with their states; a larger one costs little by itself
 _APART = 64  # elements between two starts: no vector of a kernel has more, so each is rounded as alone
+_PLAIN = (type(None), bool, int, float, str)
 _version = attrgetter("_version")
 _KEPT = {0: object()}
 _ALONE = sys.getrefcount(_KEPT[0])  # of an object that a dict alone holds
@@ -77,6 +78,10 @@ class FlatSlice:
 
     def _remember(self) -> None:
         self._values = [value for item in self._items if item is not None for value in item.values()]
+        self.remember_numbers()
+
+    def remember_numbers(self) -> None:
+        """After all flat slices have shared: two of them may have parts of the same numbers."""
         self._versions = list(map(_version, self._numbers.values()))
 
     def has_own_numbers(self) -> bool:
@@ -119,8 +124,6 @@ class FlatSlice:
                 item[key] = part
         if is_new:
             self._remember()
-        else:
-            self._versions = list(map(_version, self._numbers.values()))
 
 
 class _StepState(dict[Any, Any]):
@@ -212,8 +215,8 @@ class FlatSlices:
         owner.local.state = _StepState(self._flat, owner.local.state)
 
     def leave(self, groups: Sequence[dict[str, Any]]) -> bool:
-        """After a step, also one that raised: each slice has its own state again, and no gradient. False if the class
-        had no flat slices."""
+        """After a step, also one that raised or that Ctrl-C has cut off: each slice has its own state again, and no
+        gradient. False if the class had no flat slices."""
         local = self._owner().local
         if not isinstance(local.state, _StepState):
             return False
@@ -223,6 +226,8 @@ class FlatSlices:
         for flat in self._flat:
             flat.param.grad = None
             flat.share(local.state)
+        for flat in self._flat:
+            flat.remember_numbers()
         for one in self._alone:
             one.own.grad = None
         self.is_state_asked_for = False
@@ -257,8 +262,8 @@ def _are_alike(one: Tensor, other: Tensor, state: State) -> bool:
 
 def _fit(one: Tensor, other: Tensor, items: dict[str, Any], others: dict[str, Any], key: str) -> bool:
     value, other_value = items[key], others[key]
-    if not isinstance(value, Tensor) or not isinstance(other_value, Tensor):
-        return type(value) is type(other_value) and value == other_value
+    if type(value) is not Tensor or type(other_value) is not Tensor:
+        return type(value) in _PLAIN and type(value) is type(other_value) and bool(value == other_value)
     if (value.dtype, value.device) != (other_value.dtype, other_value.device):
         return False
     if value.dim() == 0 or other_value.dim() == 0:

@@ -132,6 +132,7 @@ class ShardedOptimizer:
     def state_of_class(self) -> dict[Any, Any]:
         """The class's own state, of slices. Who asks for it may change it, so the next step compares it with what flat
         slices have."""
+        self._flat.leave(self._groups)  # of a step that Ctrl-C has cut off
         self._flat.is_state_asked_for = True
         state: dict[Any, Any] = self.local.state
         return state
@@ -176,6 +177,7 @@ class ShardedOptimizer:
 
     def leave(self, params: Mapping[str, nn.Parameter]) -> None:
         """These parameters have left the plan: their slices and states go."""
+        self._flat.leave(self._groups)
         self._flat.forget()
         for name, param in params.items():
             own_slice = self.slices.pop(name, None)
@@ -250,6 +252,7 @@ class ShardedOptimizer:
     def look_at_groups(self) -> None:
         """Brings the groups of the second object up to date with the caller's: their options, and which parameters they
         have. Takes over a state that the caller has set."""
+        self._flat.leave(self._groups)  # of a step that Ctrl-C has cut off
         if vars(self.optimizer)["state"] is not self.state:
             self.state = self.state.replaced_by(vars(self.optimizer)["state"])
             vars(self.optimizer)["state"] = self.state
