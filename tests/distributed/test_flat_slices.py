@@ -128,6 +128,8 @@ class Loop:
         self.seen.append({str(item.get("step")) for item in state["state"].values()})  # of the tensors of before
         self.optimizer.load_state_dict(copy.deepcopy(before))
         self.steps(2)
+        for items in self.optimizer.state_dict()["state"].values() if self.compiles else ():
+            items.update(dict.fromkeys(items, torch.tensor(99.0)))  # dicts of the caller's
 
     def interrupt(self) -> None:
         """Ctrl-C as the class's step begins; then the loop looks at states and goes on."""
@@ -143,8 +145,8 @@ class Loop:
                 patch.setattr(FlatSlices, "enter", interrupted)
                 with pytest.raises(KeyboardInterrupt):
                     self.optimizer.step()
-        self.seen.append(sorted({key for items in self.optimizer.state_dict()["state"].values() for key in items}))
         self.seen.append([sorted(items) for items in self.tensors()])
+        self.seen.append(sorted({key for items in self.optimizer.state_dict()["state"].values() for key in items}))
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.steps(1)
