@@ -150,6 +150,11 @@ class FlatSlices:
         self._num_made, self._num_steps = 0, 0
         self.is_state_asked_for = False  # since the last step: see `ShardedOptimizer.state_of_class`
 
+    @property
+    def are_in_use(self) -> bool:
+        """Whether the last step of the class had any."""
+        return bool(self._flat)
+
     def find(self, lists: Sequence[list[Any]]) -> bool:
         """Whether there are any in the step that begins. ``lists``: of each group, its slices."""
         owner: ShardedOptimizer = self._owner()

@@ -225,9 +225,9 @@ class ShardedOptimizer:
             self._places[name] = self.slices[name].data_ptr()
 
     def _check_places(self, when: str) -> None:
-        """Raises ZcError where a slice has left its master: updates would go to memory that nobody reads. Torch's own
-        classes update in place."""
-        if self._is_known or self.updater.moves_slices:
+        """Raises ZcError where a slice has left its master: updates would go to memory that nobody reads. The classes
+        that get flat slices are torch's own, which update in place."""
+        if self._flat.are_in_use or self.updater.moves_slices:
             return
         if all(map(eq, map(Tensor.data_ptr, self.slices.values()), self._places.values())):
             return
