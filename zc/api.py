@@ -305,8 +305,8 @@ def _recompile(model: nn.Module, compiled: ShardedModel) -> None:
     runtime, config, ranks = compiled.runtime, compiled.runtime.config, compiled.runtime.group
     with ranks.refuse_together():
         left = _replaced(model, runtime)
-        known = {id(param) for param in runtime.params.values()}
-        new = {n: p for n, p in trainable(model).items() if id(p) not in known}
+        trained_before = {id(param) for param in runtime.params.values()}
+        new = {n: p for n, p in trainable(model).items() if id(p) not in trained_before}
         if (new or left) and config.offload is not None:
             raise PlanError(
                 f"zc.recompile does not work with offload={config.offload!r} yet: unfreeze all parameters before "

@@ -87,8 +87,8 @@ class Loop:
                 value.add_(3) if key == "step" else value.mul_(0.5)  # held since two steps
         self.steps(2)
         # a rank that owns nothing of a parameter shows numbers that it makes when it is asked
-        shown = [v for items in self.kept.values() for v in items.values() if v.dim() or dist.get_world_size() == 1]
-        self.seen += [float(value.max()) for value in shown]
+        tensors = [v for items in self.kept.values() for v in items.values() if v.dim() or dist.get_world_size() == 1]
+        self.seen += [float(value.max()) for value in tensors]
         for k, p in enumerate(self.model.params):
             for key in [*self.optimizer.state.get(p, {})] if k in (2, 3, 6) else ():
                 if isinstance(self.optimizer.state[p][key], Tensor):

@@ -32,8 +32,13 @@ _MOST = 1 << 16  # elements: they stay in a core's cache with their states; a la
 _APART = 64  # elements between two starts: no vector of a kernel has more, so each is rounded as alone
 _PLAIN = (type(None), bool, int, float, str)
 _version = attrgetter("_version")
-_KEPT = {0: object()}
-_ALONE = sys.getrefcount(_KEPT[0])  # of an object that a dict alone holds
+_IN_DICT = {0: object()}
+ALONE = sys.getrefcount(_IN_DICT[0])  # of an object that a dict alone holds
+
+
+def are_same(one: Sequence[Any], other: Sequence[Any]) -> bool:
+    """Whether they are lists of the same objects."""
+    return len(one) == len(other) and all(map(is_, one, other))
 
 
 class FlatSlice:
@@ -94,8 +99,7 @@ class FlatSlice:
         return (
             self.has_own_numbers()
             and all(map(is_, map(state.get, self.slices), self._items))
-            and len(values) == len(self._values)
-            and all(map(is_, values, self._values))
+            and are_same(values, self._values)
         )
 
     def share(self, state: dict[Any, Any]) -> None:
@@ -160,7 +164,7 @@ class FlatSlices:
         owner: ShardedOptimizer = self._owner()
         touched = [owner.runtime.accumulators.touched[bucket.index] for bucket in owner.buckets]
         self._num_steps += 1
-        is_same = len(lists) == len(self._lists) and all(map(is_, lists, self._lists)) and touched == self._touched
+        is_same = are_same(lists, self._lists) and touched == self._touched
         if not is_same or not self._are_current():
             self.forget()
             if self._num_made > 4 + self._num_steps // 4:  # parameters that take turns would pay for it in each step
@@ -176,8 +180,8 @@ class FlatSlices:
         return all(one.has_own_numbers() for one in self._flat)
 
     def forget(self) -> None:
-        for kept in (self._flat, self._alone, self._params, self._lists, self._touched):
-            kept.clear()
+        for made in (self._flat, self._alone, self._params, self._lists, self._touched):
+            made.clear()
 
     def _make(self, owner: ShardedOptimizer) -> None:
         rank, state = owner.runtime.group.shard.rank, owner.local.state
@@ -293,4 +297,4 @@ def _follows(value: Tensor, before: Tensor) -> bool:
 
 def _is_alone(items: dict[str, Any], key: str) -> bool:
     """Whether nobody else holds a tensor of a state or its memory."""
-    return sys.getrefcount(items[key]) == _ALONE and torch_private.num_sharing(items[key]) == 2
+    return sys.getrefcount(items[key]) == ALONE and torch_private.num_sharing(items[key]) == 2

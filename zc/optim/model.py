@@ -37,6 +37,7 @@ from zc.engine.param_checks import is_shared
 from zc.errors import ZcError
 from zc.kernels import copy_writes
 from zc.optim.assignment import Assignment
+from zc.optim.flat_slices import ALONE
 from zc.optim.grad_shards import IN_NO_SYNC, GradShards, ShardedGrad
 from zc.optim.optimizer import ShardedOptimizer
 from zc.optim.sharded_value import ShardedValue
@@ -47,10 +48,6 @@ if TYPE_CHECKING:
     from zc.engine.core import Core
     from zc.engine.runtime import Runtime
     from zc.optim.optimizer import MakeUpdater
-
-
-_KEPT = {0: object()}
-_ALONE = sys.getrefcount(_KEPT[0])  # of an object that a dictionary alone holds
 
 
 class ShardedModel(Listener):
@@ -156,7 +153,7 @@ class ShardedModel(Listener):
         self.grad_shards.forget_numbers()
         grads = self.runtime.sharded_grads
         for name in names:
-            is_old = sys.getrefcount(grads[name]) > _ALONE or grads[name].requires_grad
+            is_old = sys.getrefcount(grads[name]) > ALONE or grads[name].requires_grad
             if is_old and self.runtime.params[name].grad is not grads[name]:
                 grads[name] = ShardedGrad(self.grad_shards, name)
 

@@ -21,7 +21,7 @@ import weakref
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from operator import eq, is_
+from operator import eq
 from types import MethodType
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -35,7 +35,7 @@ from zc.engine.memory_order import change_each, flattened, in_shape, is_cut
 from zc.errors import PlanError, ZcError
 from zc.optim.assignment import is_known
 from zc.optim.class_methods import candidates, may_zero, mentions, on_slices
-from zc.optim.flat_slices import FlatSlices
+from zc.optim.flat_slices import FlatSlices, are_same
 from zc.optim.grad_shards import GradShards, ShardedGrad
 from zc.optim.local import REPLACED, second_object, with_zero_grad
 from zc.optim.sharded_value import ShardedValue
@@ -264,7 +264,7 @@ class ShardedOptimizer:
         for k, group in enumerate(groups):
             given, slices = self._lists[k]
             params = group["params"]
-            if not _are_same(given, params):
+            if not are_same(given, params):
                 slices = [own for own in map(self._own_of, params) if own is not None]
                 self._lists[k] = list(params), slices
                 self._absent = self._find_absent()
@@ -522,7 +522,7 @@ class ShardedOptimizer:
         if not set_to_none:
             self.grad_shards.drop_norms()
         pairs = itertools.zip_longest(self._lists, self.optimizer.param_groups)
-        is_same = all(pair and group and _are_same(pair[0], group["params"]) for pair, group in pairs)
+        is_same = all(pair and group and are_same(pair[0], group["params"]) for pair, group in pairs)
         absent = self._absent if is_same else self._find_absent()
         if not absent:
             self.runtime.clear(set_to_none=set_to_none, optimizer=self.number)
@@ -810,11 +810,6 @@ def _without_tensors(value: Any) -> Any:
 
 def _differ(one: Any, other: Any) -> bool:
     return repr(_without_tensors(one)) != repr(_without_tensors(other))
-
-
-def _are_same(one: Sequence[Any], other: Sequence[Any]) -> bool:
-    """Whether they are lists of the same objects."""
-    return len(one) == len(other) and all(map(is_, one, other))
 
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
