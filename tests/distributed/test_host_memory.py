@@ -3,10 +3,14 @@ refuses; and the sockets between them."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
+import threading
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +20,7 @@ from torch import Tensor, nn
 from training_runs import Run, environment, message_of, zc_weights
 
 import zc
+from zc.engine.streams import ThreadStreams
 from zc.ranks import neighbours
 
 RUNS = [
@@ -46,6 +51,55 @@ def test_the_same_bits_as_by_messages(world_size: int, number: int) -> None:
     for (got, nbytes), (wanted, none) in zip(read, sent, strict=True):
         assert all(torch.equal(got[name], wanted[name]) for name in got) and got.keys() == wanted.keys()
         assert nbytes > sum(value.nbytes for value in got.values()) and none == 0
+
+
+def _trained(rank: int, world_size: int, cuts: list[int], on: tuple[int, ...]) -> list[Tensor]:
+    """Job: the weights after as many updates as ``cuts``. In each, at that place of the gathers on the ranks ``on``,
+    Ctrl-C comes, and the loop goes on."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    optimizer = torch.optim.Adam(model.parameters())
+    zc.compile(model, optimizer, backend="eager", bucket_nbytes=8)  # a bucket for each parameter
+    left = [-1]  # places until it comes
+
+    def cutting(call: Any, *arguments: Any) -> Any:
+        left[0] -= 1
+        if left[0] == -1 and threading.current_thread() is threading.main_thread():
+            raise KeyboardInterrupt
+        return call(*arguments)
+
+    places = [(neighbours.Links, "receive"), (neighbours.Links, "send"), (neighbours.Reader, "read_into")]
+    for cut in cuts:
+        optimizer.zero_grad()
+        model(torch.full((2, 8), rank + 1.0)).square().sum().backward()
+        with contextlib.ExitStack() as stack:
+
+            def begin(streams: ThreadStreams, at: int = cut, stack: contextlib.ExitStack = stack) -> Any:
+                left[0] = at
+                for cls, name in places if rank in on else ():
+                    call = partialmethod(lambda self, call, *rest: cutting(call, self, *rest), getattr(cls, name))
+                    stack.enter_context(mock.patch.object(cls, name, call))
+                return _ON_CALLING_THREAD(streams)
+
+            stack.enter_context(mock.patch.object(ThreadStreams, "on_calling_thread", begin))
+            try:
+                optimizer.step()
+            except KeyboardInterrupt:
+                left[0] = -2
+        assert (left[0] == -2) == (rank in on), "it has come"
+    return [param.detach().clone() for param in model.parameters()]
+
+
+_ON_CALLING_THREAD = ThreadStreams.on_calling_thread
+
+
+@pytest.mark.parametrize("on", [(0,), (0, 1)])
+def test_ctrl_c_in_an_update_leaves_whole_weights(on: tuple[int, ...]) -> None:
+    """The calling thread gathers, and other ranks wait for it. A loop that goes on read old weights, or parts."""
+    cuts = [1, 2, 3, 4, 6, 9, 13]  # a bucket's places: send, receive, read, send, receive; not the first, of a send
+    wanted = run_ranks(_trained, 2, cuts, ())
+    for got, want in zip(run_ranks(_trained, 2, cuts, on), wanted, strict=True):
+        assert all(map(torch.equal, got, want))
 
 
 def _ways(rank: int, world_size: int, refused_on: int | None, how: str) -> tuple[str, str, list[str]]:

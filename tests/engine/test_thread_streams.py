@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import subprocess
 import sys
@@ -124,6 +125,45 @@ def test_lanes_make_no_autograd_graph() -> None:
     streams.run_on("comm", lambda: seen.append((weight * 2).requires_grad))
     streams.synchronize()
     assert seen == [False]
+
+
+class Interrupt(BaseException):
+    """As Ctrl-C, which would end the tests if it came out."""
+
+
+@pytest.mark.parametrize("how", ["idle", "busy", "fails", "cut off"])
+def test_the_calling_thread_runs_what_it_would_wait_for(how: str) -> None:
+    """Where no thread has anything to do. The threads run what an error or Ctrl-C has left, as if it were theirs."""
+    streams, gate = ThreadStreams(), threading.Event()
+    seen: list[tuple[str, bool]] = []
+
+    def run(name: str, error: BaseException | None = None) -> None:
+        seen.append((name, threading.current_thread() is threading.main_thread() and not torch.is_grad_enabled()))
+        if error is not None:
+            raise error
+
+    streams.run_on("comm", lambda: gate.wait(60) if how == "busy" else None)
+    if how != "busy":
+        streams.synchronize()
+    error = {"fails": RuntimeError("of a task"), "cut off": Interrupt("of a task")}.get(how)
+    raises = contextlib.nullcontext() if error is None else pytest.raises(type(error), match="of a task")
+    with raises, streams.on_calling_thread():
+        streams.run_on("comm", lambda: run("first", error))
+        streams.record("of the first", "comm")
+        streams.wait("of the first", "copy")
+        streams.run_on("copy", lambda: run("second"))
+        streams.record("of the second", "copy")
+        streams.run_on("comm", lambda: run("third"))
+        assert not seen, "nobody has waited yet"
+        gate.set()
+        streams.wait("of the second", "compute")
+        assert ("third", True) not in seen
+        streams.wait("of the first", "compute")
+    streams.synchronize()
+    here = how != "busy"
+    # a thread reaches its fences after an error, too, and runs no further task; other threads do
+    wanted = {"first": here, "second": how == "idle"} | ({} if how == "fails" else {"third": False})
+    assert dict(seen) == wanted and len(seen) == len(wanted)
 
 
 def test_threads_end_with_their_owner() -> None:

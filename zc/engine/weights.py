@@ -34,7 +34,7 @@ from zc.engine.core import Core, Part
 from zc.engine.param_checks import Places
 from zc.engine.program import Program
 from zc.kernels._private import copy_all_
-from zc.planning.plan import Plan
+from zc.planning.plan import Plan, gathers_by_memory
 from zc.schedule.buffer import Buffer
 from zc.schedule.nodes import put
 from zc.schedule.spec import Publish, Spread, gather_node
@@ -240,7 +240,16 @@ class Weights(Part):
             core.buffers.remember_shard(bucket)
         some = None if len(buckets) == len(plan.buckets) else frozenset(buckets)
         differs = plan.buckets[0].sends_differences  # all are alike
-        self._gather(is_exact=is_exact and differs)([], core.streams, buckets=some)
+        gather = self._gather(is_exact=is_exact and differs)
+        waits_at_once = gathers_by_memory(plan) and not plan.overlap_gather
+        try:
+            with core.streams.on_calling_thread() if waits_at_once else nullcontext():
+                gather([], core.streams, buckets=some)
+        except RuntimeError:
+            raise
+        except BaseException:  # Ctrl-C, or what a signal's handler raises: the program may go on, and read the weights
+            core.streams.synchronize()
+            raise
 
     def published(self, buckets: Sequence[int]) -> None:
         """A schedule has written the weights of ``buckets``, unseen by autograd. So their versions increase, and a

@@ -538,6 +538,12 @@ def hops_to_gather(plan: Plan, bucket: Bucket, *, is_exact: bool = False) -> tup
     return Hop(beyond, *net), Hop(near, *host)
 
 
+def gathers_by_memory(plan: Plan) -> bool:
+    """Whether ranks read each other's new weights after an update. They wait for each other by the sockets of their
+    host, as well on the calling thread as on any other: gloo needs a thread for each wait that must end."""
+    return plan.world_size > 1 and all(hop.way is Way.MEMORY for hop in hops_to_gather(plan, plan.buckets[0]))
+
+
 def reads_shards(plan: Plan) -> bool:
     """Whether ranks read each other's shards of weights where they lie (stage 3)."""
     return plan.world_size > 1 and plan.topology.reads_memory and not plan.topology.has_levels

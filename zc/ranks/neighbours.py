@@ -101,9 +101,20 @@ class Memory(Route):
                 add_rows(total._replace(out=total.out[start:stop]), rows, bucket)
 
     def gather(self, bucket: Bucket, whole: Tensor, shard: Tensor, scratch: Tensor | None, base: Tensor | None) -> None:
-        with self._offers.offering(GATHER, bucket.index, shard) as places:
-            for peer, place in places.items():
-                self._offers.neighbours.read(whole[slice(*bucket.layout.net_range(peer))], peer, place)
+        """Also on the calling thread. Where Ctrl-C or a signal's handler raises there, this is done first: the others
+        wait for this rank."""
+        ranks, neighbours = self._offers.ranks, self._offers.neighbours
+        received = {peer: whole[slice(*bucket.layout.net_range(peer))] for peer in neighbours.peers}
+        entry = ranks.begin(GATHER, bucket.index, shard.nbytes * len(received))
+        steps = neighbours.exchange(EXCHANGES.index(GATHER), bucket.index, received, shard)
+        work = Work(entry, *steps, journal=ranks.journal)
+        try:
+            work.wait()
+        except RuntimeError:
+            raise
+        except BaseException:
+            work.wait()
+            raise
 
 
 class Shards(Route):
@@ -294,18 +305,23 @@ class Neighbours:
         self, kind: int, index: int, received: Mapping[int, Tensor], sent: Mapping[int, Tensor] | Tensor
     ) -> tuple[Step, ...]:
         """received[r] <- the tensor that rank r sends to this one. Done when the others have received theirs, too. All
-        ranks call it, also those that receive nothing."""
+        ranks call it, also those that receive nothing. A step that was cut off may be done again."""
         self.signal_full(kind, index, sent)
         places: dict[int, bytes] = {}
+        free = _numbered(self._sent, _key(FREE, kind, index))
 
         def read(seconds: float | None) -> bool:
             for peer, out in received.items():
                 if peer != self.rank:
                     self.read(out, peer, places[peer])
-            self.signal_free(kind, index)
             return True
 
-        return self.await_full(kind, index, places), read, self.await_free(kind, index)
+        def answer(seconds: float | None) -> bool:
+            for peer in self.peers:
+                self.links.send(peer, free, b"\0")
+            return True
+
+        return self.await_full(kind, index, places), read, answer, self.await_free(kind, index)
 
     def gather_rows(self, rows: bytearray, row: bytes) -> tuple[Step, ...]:
         """``rows``, [ranks of the host * n] bytes <- every rank's ``row`` of n. The k-th call on one rank matches the
