@@ -209,27 +209,24 @@ class Reduction(Move, role=Role.REDUCTION):
         return self.hop < len(plan.hops) and plan.hops[self.hop].is_last and self.dst.kind != "scratch"
 
 
+_FROM = (  # a hop's src, once it is taken
+    Row("src", "flat_grad host_sum", (BEFORE,), NOTHING),
+    Row("src", "acc staging", (BEFORE,), SENT, "partial"),
+)
+_INTO_SUMS = (Row("dst", "acc staging", (SUM,), AFTER, "ring"), Row("dst", "acc staging", (SENT,), AFTER, "partial"))
+
+
 class Reduce(Reduction, reads=("src", "dst")):
     """dst <- the sum of several ranks' src, in rank order: of this rank's part of the bucket. When it returns, the
     others have read src as well. The last hop adds the mean over all ranks to an accumulator."""
 
-    contents = (
-        Row("src", "flat_grad host_sum", (BEFORE,), NOTHING),
-        Row("src", "acc staging", (BEFORE,), SENT, "partial"),
-        Row("dst", "host_sum", (NOTHING,), AFTER),
-        Row("dst", "acc staging", (SUM,), AFTER, "ring"),
-        Row("dst", "acc staging", (SENT,), AFTER, "partial"),
-    )
+    contents = (*_FROM, Row("dst", "host_sum", (NOTHING,), AFTER), *_INTO_SUMS)
 
 
 class Take(Reduction):
     """The first part of such a hop, where the sum comes later: dst, scratch <- all that `Finish` needs. src is free."""
 
-    contents = (
-        Row("src", "flat_grad host_sum", (BEFORE,), NOTHING),
-        Row("src", "acc staging", (BEFORE,), SENT, "partial"),
-        Row("dst", "scratch", (NOTHING,), TAKEN),
-    )
+    contents = (*_FROM, Row("dst", "scratch", (NOTHING,), TAKEN))
 
 
 class Finish(Reduction, reads=("src", "dst"), writes=("dst", "src")):
@@ -239,8 +236,7 @@ class Finish(Reduction, reads=("src", "dst"), writes=("dst", "src")):
     contents = (
         Row("src", "scratch", (TAKEN,), NOTHING),
         Row("dst", "flat_grad host_sum", (NOTHING,), AFTER),
-        Row("dst", "acc staging", (SUM,), AFTER, "ring"),
-        Row("dst", "acc staging", (SENT,), AFTER, "partial"),
+        *_INTO_SUMS,
     )
 
 
