@@ -16,7 +16,7 @@ The idea of an explicit-state search: SPIN, IEEE TSE 23(5), 1997.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -81,17 +81,23 @@ def reduce(group: Group, buffer: torch.Tensor, out: torch.Tensor) -> None:
     num_ranks = len(Offers(group).neighbours.ranks)
     start = group.rank * NUMEL // num_ranks
     offers = Offers(group)
-    with offers.offering(REDUCE, 0, buffer) as places:
+
+    def take(places: Mapping[int, bytes]) -> None:
         for rows, first, stop in offers.neighbours.rows(buffer, start, start + NUMEL // num_ranks, places):
             out[:, first:stop] = rows
+
+    offers.exchange(REDUCE, 0, buffer, take)
 
 
 def gather(group: Group, buffer: torch.Tensor, out: torch.Tensor) -> None:
     """As `zc.ranks.neighbours.Memory.gather`."""
     offers = Offers(group)
-    with offers.offering(GATHER, 0, buffer) as places:
+
+    def take(places: Mapping[int, bytes]) -> None:
         for peer, place in places.items():
             offers.neighbours.read(out[peer], peer, place)
+
+    offers.exchange(GATHER, 0, buffer, take)
 
 
 def whole(group: Group, buffer: torch.Tensor, out: torch.Tensor) -> None:

@@ -24,6 +24,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -241,15 +242,19 @@ class Weights(Part):
         some = None if len(buckets) == len(plan.buckets) else frozenset(buckets)
         differs = plan.buckets[0].sends_differences  # all are alike
         gather = self._gather(is_exact=is_exact and differs)
-        waits_at_once = gathers_by_memory(plan) and not plan.overlap_gather
         try:
-            with core.streams.on_calling_thread() if waits_at_once else nullcontext():
+            with core.streams.on_calling_thread() if self._waits_at_once else nullcontext():
                 gather([], core.streams, buckets=some)
         except RuntimeError:
             raise
         except BaseException:  # Ctrl-C, or what a signal's handler raises: the program may go on, and read the weights
             core.streams.synchronize()
             raise
+
+    @cached_property
+    def _waits_at_once(self) -> bool:
+        """Whether main does nothing but wait for a gather, and may do it itself."""
+        return gathers_by_memory(self.core.plan) and not self.core.plan.overlap_gather
 
     def published(self, buckets: Sequence[int]) -> None:
         """A schedule has written the weights of ``buckets``, unseen by autograd. So their versions increase, and a

@@ -44,12 +44,15 @@ from zc.errors import RankLostError
 from zc.planning.plan import Bucket, Hop, Topology, Way, flat
 from zc.ranks.control import Gather
 from zc.ranks.exchanges import Step, Sum, Work, note_wait
-from zc.ranks.journal import EXCHANGES, GATHER, REDUCE, Journal
+from zc.ranks.journal import EXCHANGES, GATHER, REDUCE, Entry, Journal
 from zc.ranks.process import machine_id
 from zc.ranks.routes import Route, Routes, add_rows
 
 if TYPE_CHECKING:
     from zc.ranks.group import Group
+
+
+ReadAll = Callable[[Mapping[int, bytes]], None]  # reads the data of the other ranks, which lies there, by rank
 
 
 class Offers:
@@ -59,19 +62,30 @@ class Offers:
         assert isinstance(ranks.neighbours, Neighbours), "the plan says that ranks read each other's memory"
         self.ranks, self.neighbours = ranks, ranks.neighbours
 
-    @contextlib.contextmanager
-    def offering(self, kind: str, bucket: int, tensor: Tensor) -> Iterator[dict[int, bytes]]:
-        """Inside, ranks of this host read each other's ``tensor``: yields where those of the others lie. At the end all
-        have read, so each may write its own again (docs/proof.md)."""
-        self.signal_full(kind, bucket, tensor)
-        yield self.await_full(kind, bucket)
-        self.end(kind, bucket)
+    def exchange(self, kind: str, bucket: int, tensor: Tensor, read_all: ReadAll) -> None:
+        """Ranks of this host read each other's ``tensor``. At the end all have read, so each may write its own again
+        (docs/proof.md). Where Ctrl-C or a signal's handler raises on the calling thread, this is done first, since the
+        others wait for this rank; ``read_all`` may be called again."""
+        entry = self._begin(kind, bucket, tensor)
+        steps = self.neighbours.offer(EXCHANGES.index(kind), bucket, tensor, read_all)
+        work = Work(entry, *steps, journal=self.ranks.journal)
+        try:
+            work.wait()
+        except RuntimeError:
+            raise
+        except BaseException:
+            work.wait()
+            raise
 
-    def signal_full(self, kind: str, bucket: int, tensor: Tensor) -> None:
-        """Lets the others on this host read ``tensor``: a part each if it is reduced, all of it if it is gathered."""
+    def _begin(self, kind: str, bucket: int, tensor: Tensor) -> Entry:
+        """The others on this host read ``tensor``: a part each if it is reduced, all of it if it is gathered."""
         count = len(self.neighbours.ranks)
         read = tensor.nbytes // count if kind == REDUCE else tensor.nbytes
-        self.ranks.begin(kind, bucket, read * (count - 1))
+        return self.ranks.begin(kind, bucket, read * (count - 1))
+
+    def signal_full(self, kind: str, bucket: int, tensor: Tensor) -> None:
+        """Lets the others on this host read ``tensor``."""
+        self._begin(kind, bucket, tensor)
         self.neighbours.signal_full(EXCHANGES.index(kind), bucket, tensor)
 
     def await_full(self, kind: str, bucket: int) -> dict[int, bytes]:
@@ -96,25 +110,19 @@ class Memory(Route):
 
     def reduce(self, bucket: Bucket, sent: Tensor, total: Sum) -> None:
         own = bucket.layout.net_range(self._offers.neighbours.rank)
-        with self._offers.offering(REDUCE, bucket.index, sent) as places:
+
+        def add(places: Mapping[int, bytes]) -> None:
             for rows, start, stop in self._offers.neighbours.rows(sent, *own, places):
                 add_rows(total._replace(out=total.out[start:stop]), rows, bucket)
 
+        self._offers.exchange(REDUCE, bucket.index, sent, add)
+
     def gather(self, bucket: Bucket, whole: Tensor, shard: Tensor, scratch: Tensor | None, base: Tensor | None) -> None:
-        """Also on the calling thread. Where Ctrl-C or a signal's handler raises there, this is done first: the others
-        wait for this rank."""
-        ranks, neighbours = self._offers.ranks, self._offers.neighbours
-        received = {peer: whole[slice(*bucket.layout.net_range(peer))] for peer in neighbours.peers}
-        entry = ranks.begin(GATHER, bucket.index, shard.nbytes * len(received))
-        steps = neighbours.exchange(EXCHANGES.index(GATHER), bucket.index, received, shard)
-        work = Work(entry, *steps, journal=ranks.journal)
-        try:
-            work.wait()
-        except RuntimeError:
-            raise
-        except BaseException:
-            work.wait()
-            raise
+        def read(places: Mapping[int, bytes]) -> None:
+            for peer, place in places.items():
+                self._offers.neighbours.read(whole[slice(*bucket.layout.net_range(peer))], peer, place)
+
+        self._offers.exchange(GATHER, bucket.index, shard, read)
 
 
 class Shards(Route):
@@ -305,15 +313,26 @@ class Neighbours:
         self, kind: int, index: int, received: Mapping[int, Tensor], sent: Mapping[int, Tensor] | Tensor
     ) -> tuple[Step, ...]:
         """received[r] <- the tensor that rank r sends to this one. Done when the others have received theirs, too. All
-        ranks call it, also those that receive nothing. A step that was cut off may be done again."""
+        ranks call it, also those that receive nothing."""
+
+        def read_all(places: Mapping[int, bytes]) -> None:
+            for peer, out in received.items():
+                if peer != self.rank:
+                    self.read(out, peer, places[peer])
+
+        return self.offer(kind, index, sent, read_all)
+
+    def offer(
+        self, kind: int, index: int, sent: Mapping[int, Tensor] | Tensor, read_all: ReadAll
+    ) -> tuple[Step, ...]:
+        """Lets each other rank read its one of ``sent``, while ``read_all`` reads theirs. Done when the others have
+        read, too. A step that was cut off may be done again."""
         self.signal_full(kind, index, sent)
         places: dict[int, bytes] = {}
         free = _numbered(self._sent, _key(FREE, kind, index))
 
         def read(seconds: float | None) -> bool:
-            for peer, out in received.items():
-                if peer != self.rank:
-                    self.read(out, peer, places[peer])
+            read_all(places)
             return True
 
         def answer(seconds: float | None) -> bool:
