@@ -14,6 +14,7 @@ After an update all ranks' shards are gathered into flat_param, by a proved sche
     compute | publish(1, "flat_param[1]")
     compute | publish(0, "flat_param[0]")
 
+The main stream only waits for them. So where ranks read each other's memory, the calling thread runs comm's tasks.
 Where weights leave a host as differences (`zc.planning.wire`), ranks gather the differences::
 
        comm | gather(0, "flat_param[0]", scratch="update[0]")
