@@ -232,9 +232,12 @@ class ShardedWeights(Weights):
             self.passes.is_unsharded = False
             self.synchronize()
             try:
-                self.whole.refuse_others()
-                self.whole.write_shards(before - encoded, pending)
-                self.whole.unshard(encoded)  # as the forward has read them, for its backward
+                self.adopt_writes()
+                self.whole.note_first_values()
+                # what a backward may read stays whole, and is as its forward has read it
+                stays = (before - encoded) | (self.whole.saved(core.sharded_buckets) - pending)
+                self.whole.reshard(set(core.sharded_buckets) - stays)
+                self.whole.unshard(encoded)
             finally:
                 self.passes.make_absent()
 
@@ -266,7 +269,6 @@ class ShardedWeights(Weights):
         self.managed.update = None
         core.accumulators.open_shards()
         self.passes.end_update()
-        self.whole.end_update()
         frozen = [bucket.index for bucket in core.plan.frozen if bucket.index in self.whole.buckets]
         super().published([*buckets, *frozen])
         self.managed.end_views()

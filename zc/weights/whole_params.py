@@ -10,7 +10,7 @@ not count writes through ``.data``. So where code has asked for that, or is not 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -42,6 +42,7 @@ class WholeBucket:
     empty: dict[str, Tensor]  # each parameter's ``data`` without bytes
     versions: dict[str, int]  # of each parameter, as it became whole
     encoded: Tensor | None
+    is_asked: bool = False  # code that is not compiled has read it
     is_lent: bool = False  # the program may have written its memory without autograd's counting
 
 
@@ -52,7 +53,6 @@ class WholeParams(Part):
         super().__init__(core)
         self._programs = programs  # of the model's weights, which clear them
         self.buckets: dict[int, WholeBucket] = {}
-        self._asked: set[int] = set()  # those that code which is not compiled has read since the last update
         self._bucket_of: dict[int, int] = {}  # by the parameter's id
         self._reasons: dict[str, set[int]] = {}  # why buckets became whole in this pass
         self._said: set[str] = set()  # those of earlier passes
@@ -80,14 +80,17 @@ class WholeParams(Part):
                         param.data.copy_(in_shape(flat[slot.offset : slot.stop], slot))
                         whole.versions[slot.name] = torch_private.version(param)
                 self.buckets[index] = whole
+        for index in buckets if is_exact else ():
+            self.buckets[index].is_lent = True  # whoever asks for values as the shards have them may write all
 
     def unshard_for(self, reason: str, buckets: set[int]) -> None:
         """The same, for code that is not compiled; `say_reasons` says so."""
-        self._asked |= buckets
         missing = buckets.difference(self.buckets)
         if missing:
             self.unshard(missing)
             self._reasons.setdefault(reason, set()).update(missing)
+        for index in buckets:
+            self.buckets[index].is_asked = True
 
     def unshard_params(self, params: Iterable[nn.Parameter], reason: str = "code that is not compiled reads") -> None:
         """The same, for the buckets of these parameters."""
@@ -97,8 +100,8 @@ class WholeParams(Part):
             self.core.streams.hand_to_main(params)
 
     def was_read(self, param: nn.Parameter) -> bool:
-        """Whether code that is not compiled has read this parameter since the last update, and it is still whole."""
-        return self._buckets_of([param]) <= self._asked.intersection(self.buckets)
+        """Whether code that is not compiled has read this parameter, and it is still whole."""
+        return all(index in self.buckets and self.buckets[index].is_asked for index in self._buckets_of([param]))
 
     def any_sharded(self, params: Iterable[nn.Parameter]) -> bool:
         """Whether weights of some of these parameters are sharded."""
@@ -235,24 +238,10 @@ class WholeParams(Part):
         items = ((index, core.params_in(core.plan.bucket(index))) for index in buckets)
         return {index for index, params in items if any(torch_private.is_saved(param) for _, param in params)}
 
-    def end_update(self) -> None:
-        """The weights are new: nothing has read them."""
-        self._asked.clear()
-
-    def write_shards(self, stays: Collection[int], goes: Collection[int]) -> None:
-        """The shards, and the masters of the elements that were written, from the whole parameters of all buckets. No
-        rank reads a shard meanwhile. Buckets that a backward may read stay whole: ``stays``, and those that autograd
-        has saved, without ``goes``."""
-        core = self.core
-        core.accumulators.close_shards()
-        for bucket in core.plan.sharded:
-            for slot, param in core.params_in(bucket):
-                write_value(core, bucket, slot, param)
-                if slot.name in core.unset.params and not param.isnan().any():  # its first value
-                    core.unset.params.discard(slot.name)
-                self.buckets[bucket.index].versions[slot.name] = torch_private.version(param)
-        core.accumulators.open_shards()
-        self.reshard(set(core.sharded_buckets).difference(stays, self.saved(self.buckets).difference(goes)))
+    def note_first_values(self) -> None:
+        """What had no value, and has no NaN now, has one."""
+        unset, placed = self.core.unset.params, self.core.placed
+        unset.difference_update([name for name in unset & self.empty().keys() if not placed[name].isnan().any()])
 
     def refuse_others(self) -> None:
         """Raises ZcError for a whole parameter that the program has given a tensor which its shards can't take. What is
