@@ -290,7 +290,7 @@ class OverlappedWeights(Weights):
                     "weights: start again from the last checkpoint"
                 )
 
-    def wait_for(self, params: Sequence[nn.Parameter]) -> None:
+    def read(self, params: Sequence[nn.Parameter], why: str = "") -> None:
         if self.in_flight:  # another model's read may ask, also while this one is taken apart
             self.arrive(self.order.first_of(params) if params else 0)
 

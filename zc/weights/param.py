@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 _OWNERS: Any = WeakIdKeyDictionary()  # parameter -> its ManagedParams
-_COMING: weakref.WeakSet[ManagedParams] = weakref.WeakSet()  # of the models whose weights come, in this process
+_COMING: weakref.WeakSet[Weights] = weakref.WeakSet()  # of the models whose weights come, in this process
 
 # no need to ask what these do: they read no element
 _NO_VALUE = frozenset(
@@ -88,6 +88,12 @@ def _why(param: Tensor) -> str:
     """The option of `zc.compile` that has taken the bytes."""
     owner = _OWNERS.get(param)
     return owner.why if owner is not None else "sharded weights"
+
+
+def _weights_of(param: Tensor) -> Weights | None:
+    """Those of its model, while that lives."""
+    owner = _OWNERS.get(param)
+    return owner.weights() if owner is not None else None
 
 
 class ManagedParameter(nn.Parameter):
@@ -150,13 +156,13 @@ def _ask(func: Any, args: Any, kwargs: Any) -> Any:
     """Calls a function of parameters that can't be read without asking."""
     if _COMING:
         params = _params_in(args, kwargs)
-        for owner in list(_COMING):
-            owner.wait_for(params)  # without any the read is of an unknown one, and waits for all
+        for weights in list(_COMING):
+            weights.read(params)  # without any the read is of an unknown one, and waits for all
         if params and not any(type(param) is ManagedParameter for param in params):
             return func(*args, **kwargs)  # they have their own class again
     if func is Tensor.copy_ and isinstance(args[0], ManagedParameter):
-        loading = _OWNERS.get(args[0])
-        if loading is not None and loading.load(args[0], args[1]):  # part of a load_state_dict
+        loading = _weights_of(args[0])
+        if loading is not None and loading.load_value(args[0], args[1]):  # part of a load_state_dict
             return args[0]
     if func is torch.autograd.grad:
         return _grad(*args, **kwargs)
@@ -206,7 +212,7 @@ def _lend_views(output: Any, params: list[ManagedParameter]) -> Any:
     for param, view in lent:
         owner = _OWNERS.get(param)
         if view is not None and owner is not None:
-            owner.read(param, True)
+            _can_read(_DATA.__get__, [param])
             owner.keep_view(view, param)
     return output
 
@@ -295,8 +301,8 @@ def _writes_by_name(what: Any) -> bool:
 
 def _can_read(what: Any, params: list[ManagedParameter]) -> bool:
     """Makes these parameters whole if their owners can, and says whether they are."""
-    owners = [(_OWNERS.get(param), param) for param in params]
-    return all(owner is None or owner.read(param, what in _RAW) for owner, param in owners)
+    owners = [(_weights_of(param), param) for param in params]
+    return all(weights is None or weights.read_param(param, what in _RAW) for weights, param in owners)
 
 
 def _need(what: Any, params: list[ManagedParameter]) -> None:
@@ -334,7 +340,7 @@ class ManagedParams:
     def __init__(self, weights: Weights, why: str, *, come: bool = False) -> None:
         self.why = why
         if come:
-            _COMING.add(self)
+            _COMING.add(weights)
         self._way_out = (
             "leave overlap_gather out"
             if come
@@ -343,7 +349,7 @@ class ManagedParams:
         self._uses: list[weakref.ref[Use]] = []  # of the weights at the moment, and some that have ended
         self._lock = threading.Lock()  # of that
         self.update: Use | None = None  # from where masters may be written until weights are published
-        self._weights = weakref.ref(weights)
+        self.weights = weakref.ref(weights)
         # weak: `_OWNERS` keeps this object as long as any of its parameters lives
         self._params: dict[int, weakref.ref[nn.Parameter]] = {}
         self._views: list[
@@ -396,36 +402,18 @@ class ManagedParams:
 
     def release(self, params: Iterable[nn.Parameter] | None = None) -> None:
         """Makes these, or all, plain parameters again. The caller then sees to their bytes."""
-        for param in [ref() for ref in self._params.values()] if params is None else params:
-            if param is not None:
-                self.lend(param)
-
-    @staticmethod
-    def lend(param: nn.Parameter) -> bool:
-        """Makes it a plain parameter until somebody adds it again; False if it is one already."""
-        is_managed = type(param) is ManagedParameter
-        if is_managed:
-            param.__class__ = nn.Parameter
-        return is_managed
+        _make_plain([ref() for ref in self._params.values()] if params is None else params)
 
     @staticmethod
     @contextlib.contextmanager
     def lent(params: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
         """Inside, these parameters are plain ones. Yields those that were not."""
-        lent = [param for param in params if ManagedParams.lend(param)]
+        lent = _make_plain(params)
         try:
             yield lent
         finally:
             for param in lent:
                 param.__class__ = ManagedParameter
-
-    def wait_for(self, params: list[ManagedParameter]) -> None:
-        if (weights := self._weights()) is not None:
-            weights.wait_for(params)
-
-    def read(self, param: nn.Parameter, is_raw: bool) -> bool:
-        weights = self._weights()
-        return weights is None or weights.read_param(param, is_raw)
 
     def keep_view(self, view: Tensor, param: nn.Parameter) -> None:
         """``view`` was made of a whole parameter."""
@@ -441,9 +429,13 @@ class ManagedParams:
                 view.__class__, view.param, view.is_old = AbsentView, param, True
         self._views.clear()
 
-    def load(self, param: nn.Parameter, value: Tensor) -> bool:
-        weights = self._weights()
-        return weights is not None and weights.load_value(param, value)
+
+def _make_plain(params: Iterable[nn.Parameter | None]) -> list[nn.Parameter]:
+    """Returns those that were not."""
+    lent: list[nn.Parameter] = [param for param in params if type(param) is ManagedParameter]
+    for param in lent:
+        param.__class__ = nn.Parameter
+    return lent
 
 
 def is_held_elsewhere(param: nn.Parameter) -> bool:

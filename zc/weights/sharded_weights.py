@@ -110,7 +110,7 @@ class ShardedWeights(Weights):
         self.adopt_writes()
         self.whole.unshard(buckets, is_exact=True)
         for name in lost:
-            self.managed.lend(core.placed[name])
+            self.managed.release([core.placed[name]])
         yield
         where = core.plan.slot_of
         self._moved.update({place: where[name] for name, place in before.items()})
@@ -125,7 +125,7 @@ class ShardedWeights(Weights):
         if self.passes.is_unsharded:
             return True
         if self.passes.is_passing:
-            self.whole.unshard_params([param])
+            self.read([param])
         elif self._states.is_reading or not self.whole.was_read(param):
             return False
         if is_raw:
@@ -142,7 +142,7 @@ class ShardedWeights(Weights):
         self.passes.note_uncompiled()
         own = list(module.parameters(recurse=False))
         if own:
-            self.whole.unshard_params(own)
+            self.read(own)
 
     def install_hooks(self, model: nn.Module) -> None:
         super().install_hooks(model)
@@ -164,7 +164,7 @@ class ShardedWeights(Weights):
         lent = self.managed.lent  # which holds the weights weakly
         return lambda places: lent(param for _, _, param in places)
 
-    def read(self, params: Iterable[nn.Parameter], why: str) -> None:
+    def read(self, params: Sequence[nn.Parameter], why: str = "code that is not compiled reads") -> None:
         self.whole.unshard_params(params, why)
 
     def refuse_without_bytes(self, what: str, module: nn.Module) -> None:
@@ -205,12 +205,8 @@ class ShardedWeights(Weights):
             if name not in sharded:
                 yield {name: param.detach()}
 
-    def lasting_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        yield from {**self.core.placed, **self.whole.empty()}.items()
-
-    def names_by_storage(self) -> dict[int, str]:
-        placed = self.core.placed
-        return {torch_private.storage_number(placed[name]): name for name in self.whole.empty()}
+    def displaced(self) -> dict[str, Tensor]:
+        return self.whole.empty()
 
     @contextmanager
     def unsharded(self) -> Iterator[None]:
@@ -335,14 +331,9 @@ class ShardedWeights(Weights):
         self._uses.grow()
         self.whole.grow()
 
-    def describe_passes(self) -> list[str]:
-        """A table of each pass."""
-        return [planned.residency.table(self.core.plan.weight_cap) for planned in self._uses.planned]
-
     @property
-    def clocked(self) -> list[Program]:
-        """What a clocked step may have run of these, and of single uses."""
-        return self._uses.clocked
+    def passes_so_far(self) -> list[tuple[str, Program]]:
+        return self._uses.passes_so_far
 
 
 MANY_EVALUATED = 32

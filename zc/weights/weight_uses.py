@@ -87,20 +87,17 @@ class WeightUses(Part):
         self._num_changes = 0  # times that somebody may have taken the arena, or the weights may have changed
 
     @property
-    def planned(self) -> list[PlannedPass]:
-        """Those so far, for explain."""
-        return [planned for uses, planned in self._known.items() if len(uses) > 1]
-
-    @property
-    def clocked(self) -> list[Program]:
-        """What a clocked step may have run: these, and single uses."""
-        return [planned.program for planned in self._known.values()]
+    def passes_so_far(self) -> list[tuple[str, Program]]:
+        """See `zc.engine.weights.Weights`."""
+        cap, known = self.core.plan.weight_cap, self._known.values()
+        return [(each.residency.table(cap) if len(each.uses) > 1 else "", each.program) for each in known]
 
     def begin(self, number: int) -> None:
         """The ``number``-th pass of an update begins; -1: one without gradients."""
         self._number = number
         expected = self._expected.get(number) or self._expected.get(number - 1 if number > 0 else 0)
-        if expected is not None and (expected in self._known or len(self.planned) < MAX_ORDERS):
+        num_orders = sum(len(uses) > 1 for uses in self._known)
+        if expected is not None and (expected in self._known or num_orders < MAX_ORDERS):
             self._start(expected)
 
     def next(self, buckets: tuple[int, ...]) -> Sequence[Extent]:

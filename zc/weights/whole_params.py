@@ -10,7 +10,7 @@ not count writes through ``.data``. So where code has asked for that, or is not 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -92,9 +92,8 @@ class WholeParams(Part):
         for index in buckets:
             self.buckets[index].is_asked = True
 
-    def unshard_params(self, params: Iterable[nn.Parameter], reason: str = "code that is not compiled reads") -> None:
+    def unshard_params(self, params: Sequence[nn.Parameter], reason: str) -> None:
         """The same, for the buckets of these parameters."""
-        params = list(params)
         self.unshard_for(reason, self._buckets_of(params))
         with torch_private.without_torch_function():  # another stream than the reader's may have made them whole
             self.core.streams.hand_to_main(params)
