@@ -324,9 +324,16 @@ class Use:
     def __init__(self, what: str) -> None:
         self.what = what
         self.thread: int | None = threading.get_ident()  # None: it has ended
+        self._at_end: Callable[[], object] = lambda: None
+
+    def call_at_end(self, function: Callable[[], object]) -> None:
+        """Calls ``function`` once, when this ends or nobody holds it. It must not refer to this use."""
+        self._at_end = finalizer = weakref.finalize(self, function)
+        finalizer.atexit = False
 
     def end(self) -> None:
         self.thread = None
+        self._at_end()
 
 
 class ManagedParams:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -347,7 +346,6 @@ class ModelPasses(Part):
         self.managed, self._whole, self._uses = managed, whole, uses
         self._num_evaluated = 0  # forwards without gradients, in a row
         self._num_passes = 0  # with gradients, since the last update
-        self._task = -1  # autograd's number of the backward that runs
         self._backwards: weakref.WeakValueDictionary[int, Use] = weakref.WeakValueDictionary()  # by autograd's number
         self._depth = 0  # forwards of the model inside one another
         self.is_unsharded = False  # inside zc.whole_parameters
@@ -384,14 +382,22 @@ class ModelPasses(Part):
         self._whole.say_reasons()
 
     def note_backward(self) -> None:
-        """Compiled code reads weights. In a backward they are in use until that ends; on a device autograd has a thread
-        of its own for it, which may serve the thread of a forward."""
+        """Weights are read. In a backward they are in use until that ends; on a device autograd has a thread of its own
+        for it, which may serve the thread of a forward.
+
+        In a backward through a forward that may have broken, what was compiled beside the model's frame may run again
+        (activation checkpointing), and finds plain parameters, which are whole until the update. In any other backward
+        compiled code has what it reads from `take`, and hooks of the program find parameters that get their bytes when
+        they are read."""
         number = torch_private.current_graph_task()
         if number == -1 or number in self._backwards or self.is_unsharded:
             return
         is_on_cpu = self.core.plan.buckets[0].device.type == "cpu"
         use = self._backwards[number] = self.managed.enter("a backward", beside_others=not is_on_cpu)
         torch_private.queue_callback(use.end)
+        if self._is_trial and self._depth == 0:
+            self.managed.release()
+            use.call_at_end(weakly(self.make_absent))
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -468,39 +474,19 @@ class ModelPasses(Part):
         return torch_private.before_compiling(before, after)
 
     def hook_outputs(self, output: object) -> None:
-        """A backward through this output of a forward that may have broken begins with `begin_backward`."""
+        """A backward through this output of a forward that may have broken begins with `note_backward`."""
         if not torch.is_grad_enabled() or self.is_unsharded or not self._is_trial:
             return
-        begin = weakly(self.begin_backward)
+        begin = weakly(self.note_backward)
         for leaf in torch_private.tensors_in(output):
             if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
                 leaf.register_hook(lambda _: begin())  # type: ignore[no-untyped-call]
 
-    def begin_backward(self) -> None:
-        """What was compiled beside the model's frame may run again (activation checkpointing), and finds plain
-        parameters, which are whole until the update. After any other forward a backward has what it reads from `take`,
-        and hooks of the program find parameters that get their bytes when they are read."""
-        is_new = self._task != torch_private.current_graph_task()
-        if self._is_trial and not self.is_unsharded and self._depth == 0 and is_new:
-            self._task = torch_private.current_graph_task()
-            self.managed.release()
-            callback = partial(self.end_backward, self._task)
-            torch_private.queue_callback(callback)
-            # after a backward that raised, autograd drops the callback without a call
-            weakref.finalize(callback, weakly(self.end_backward), self._task).atexit = False
-
-    def end_backward(self, task: int) -> None:
-        """The backward with this number has ended, or raised."""
-        if self._task != task:
-            return
-        self._task = -1
-        if not self.is_unsharded and self._depth == 0:
-            self.make_absent()
-
     def make_absent(self) -> None:
-        """No pass runs: parameters are absent."""
+        """Parameters are absent where no forward runs, and outside of zc.whole_parameters."""
         core = self.core
-        self.managed.add(param for bucket in core.plan.sharded for _, param in core.params_in(bucket))
+        if not self.is_unsharded and self._depth == 0:
+            self.managed.add(param for bucket in core.plan.sharded for _, param in core.params_in(bucket))
 
     @contextmanager
     def named_plainly(self) -> Iterator[None]:
@@ -509,8 +495,7 @@ class ModelPasses(Part):
         try:
             yield
         finally:
-            if not self.is_unsharded and self._depth == 0:
-                self.make_absent()
+            self.make_absent()
 
     def end_update(self) -> None:
         """The weights are new."""
