@@ -435,7 +435,7 @@ def graph_breaks() -> dict[str, int]:
 
 @contextlib.contextmanager
 def before_compiling(call: Callable[[], None], after: Callable[[], None]) -> Iterator[None]:
-    """Inside, ``call()`` runs before Dynamo compiles a frame, in any thread, and ``after()`` after it, before that code
+    """Inside, ``call()`` runs before Dynamo compiles a frame in this thread, and ``after()`` after it, before that code
     runs. What one of them raises ends the compilation.
 
     Relies on ``torch._dynamo.callback``, whose callbacks run around the compilation of a frame, also one that fails,
@@ -445,14 +445,21 @@ def before_compiling(call: Callable[[], None], after: Callable[[], None]) -> Ite
     """
     from torch._dynamo.callback import callback_handler
 
+    thread = threading.get_ident()
+
+    def start() -> None:
+        if threading.get_ident() == thread:
+            call()
+
     def end() -> None:
         try:
-            after()
+            if threading.get_ident() == thread:
+                after()
         except BaseException:
             vars(callback_handler)["_CompilationCallbackHandler__pending_callbacks_counter"] -= 1
             raise
 
-    first = callback_handler.register_start_callback(lambda _: call())
+    first = callback_handler.register_start_callback(lambda _: start())
     last = callback_handler.register_end_callback(lambda _: end())
     try:
         yield

@@ -410,7 +410,6 @@ class ModelPasses(Part):
     def _forward(self) -> Iterator[None]:
         core = self.core
         is_outer = self._depth == 0 and not self.is_unsharded
-        breaks = torch_private.graph_breaks()
         if is_outer:
             core.unset.check("a forward")
             core.group.record_call("a forward", shared=False)
@@ -428,10 +427,6 @@ class ModelPasses(Part):
         finally:
             self._depth -= 1
             if is_outer:
-                if self.is_one_graph:
-                    is_broken = torch_private.graph_breaks() != breaks
-                    self.may_break = is_broken or (self.may_break and not self._is_first)
-                    self._is_first = False
                 if not has_grad:
                     self.end()
                     self._whole.reshard_unwritten(self._whole.buckets.keys() - before)
@@ -446,32 +441,42 @@ class ModelPasses(Part):
             self._is_trial = True
             self._whole.unshard_for("code that Dynamo leaves uncompiled may read", {*self.core.sharded_buckets})
 
-    def _watching_dynamo(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def _watching_dynamo(self) -> Iterator[None]:
         """Inside, a frame that Dynamo compiles anew may leave code uncompiled, which reads parameters past any hook of
         ours. Ranks that read each other's memory have whole parameters first. Ranks that exchange messages must do so
-        together, so they wait until Dynamo has broken the graph, as it does on all of them."""
-        if self._is_trial:
-            return nullcontext()
-        core = self.core
-        everything = set(core.sharded_buckets)
+        together, so they wait until Dynamo has broken the graph, as it does on all of them. What it breaks in another
+        thread meanwhile, for another model, is no matter of this one, and other ranks would know nothing of it."""
+        known: dict[str, int] | None = None  # breaks before this thread's last compilation of a frame
+        num_skipped, is_broken = torch_private.graph_breaks().get(torch_private.SKIPPED, 0), False
 
-        def num_breaks() -> int:
-            return sum(times for why, times in torch_private.graph_breaks().items() if why != torch_private.SKIPPED)
-
-        breaks_before = num_breaks()
+        def breaks() -> dict[str, int]:  # a frame that is being compiled counts as skipped so far
+            return {why: n for why, n in torch_private.graph_breaks().items() if why != torch_private.SKIPPED}
 
         def unshard() -> None:
-            self._whole.unshard_for("code that Dynamo compiles anew may read", everything)
+            if not self._is_trial:
+                self._whole.unshard_for("code that Dynamo compiles anew may read", {*self.core.sharded_buckets})
 
         def before() -> None:
-            if core.accumulators.routes.gathers_alone:
+            nonlocal known
+            known = breaks()
+            if self.core.accumulators.routes.gathers_alone:
                 unshard()
 
         def after() -> None:
-            if num_breaks() != breaks_before:  # a frame that is being compiled counts as skipped so far
+            nonlocal is_broken
+            if breaks() != known:
+                is_broken = True
                 unshard()
 
-        return torch_private.before_compiling(before, after)
+        try:
+            with torch_private.before_compiling(before, after):
+                yield
+        finally:
+            is_skipped = torch_private.graph_breaks().get(torch_private.SKIPPED, 0) != num_skipped
+            is_broken |= known is not None and is_skipped
+            self.may_break = is_broken or (self.may_break and not self._is_first)
+            self._is_first = False
 
     def hook_outputs(self, output: object) -> None:
         """A backward through this output of a forward that may have broken begins with `note_backward`."""

@@ -115,8 +115,6 @@ class WeightUses(Part):
         reads = planned.residency.pieces[self._position].reads
         self._order.append(buckets)
         self._position += 1
-        if self._position == len(planned.uses) > 1 and not buckets:
-            self._free_all(planned)
         return reads
 
     def end(self, *, is_order_kept: bool) -> None:
@@ -206,17 +204,12 @@ class WeightUses(Part):
             core.buffers.make_arena(self._planned.residency.nbytes)
         return self._planned
 
-    def _free_all(self, planned: PlannedPass) -> None:
-        """Runs the last piece."""
-        planned.program.run_piece(-1, self.core.streams)
-        self._planned = None
-
     def _close(self) -> None:
         """No use follows in this order. A pass that is left in the middle has gathers on their way."""
         planned, self._planned = self._planned, None
         if planned is None:
             return
         if self._position == len(planned.uses):
-            self._free_all(planned)
+            planned.program.run_piece(-1, self.core.streams)
         else:
             self.core.streams.join_main()
