@@ -164,10 +164,12 @@ class ShardedWeights(Weights):
         return lambda places: lent(param for _, _, param in places)
 
     def read(self, params: Sequence[nn.Parameter], why: str = "code that is not compiled reads") -> None:
-        self.whole.unshard_params(params, why)
+        self.whole.unshard_for(why, self.whole.buckets_of(params))
+        with torch_private.without_torch_function():  # another stream than the reader's may have made them whole
+            self.core.streams.hand_to_main(params)
 
     def refuse_without_bytes(self, what: str, module: nn.Module) -> None:
-        if not self.passes.is_unsharded and self.whole.any_sharded(module.parameters()):
+        if not self.passes.is_unsharded and self.whole.buckets_of(module.parameters()):
             raise ZcError(
                 f"{what} with {self.managed.why}: a rank has flat shards, and no whole parameter. On all ranks, use "
                 "zc.full_state_dict(model) for whole tensors on rank 0, model.state_dict() for DTensors, "
@@ -217,8 +219,7 @@ class ShardedWeights(Weights):
         before = set(self.whole.buckets)
         rounded = {index for index in core.sharded_buckets if core.plan.encodes_gathers(core.plan.bucket(index))}
         encoded, pending = before & rounded, self.whole.saved(rounded)  # a backward reads what its forward has read
-        self.adopt_writes()
-        self.whole.unshard(core.sharded_buckets, is_exact=True)
+        self.unshard()
         self.managed.release()
         self.passes.is_unsharded = True
         try:
@@ -290,20 +291,15 @@ class ShardedWeights(Weights):
         with self.managed.used("an update or a load"):
             self.synchronize()
             core.streams.join_main()
-            self.whole.refuse_others()
-            core.accumulators.close_shards()
             self.whole.adopt()
             self.managed.update = self.managed.enter("an update or a load")
 
     def adopt_writes(self) -> None:
         """All ranks call it before they read shards for a save: what the program has written into whole parameters is
         in the shards then."""
-        if self.passes.is_unsharded:
-            return
-        self.whole.refuse_others()
-        self.core.accumulators.close_shards()
-        self.whole.adopt()
-        self.core.accumulators.open_shards()
+        if not self.passes.is_unsharded:
+            self.whole.adopt()
+            self.core.accumulators.open_shards()
 
     def unshard(self) -> None:
         self.adopt_writes()

@@ -10,7 +10,7 @@ not count writes through ``.data``. So where code has asked for that, or is not 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -92,19 +92,9 @@ class WholeParams(Part):
         for index in buckets:
             self.buckets[index].is_asked = True
 
-    def unshard_params(self, params: Sequence[nn.Parameter], reason: str) -> None:
-        """The same, for the buckets of these parameters."""
-        self.unshard_for(reason, self._buckets_of(params))
-        with torch_private.without_torch_function():  # another stream than the reader's may have made them whole
-            self.core.streams.hand_to_main(params)
-
     def was_read(self, param: nn.Parameter) -> bool:
         """Whether code that is not compiled has read this parameter, and it is still whole."""
-        return all(index in self.buckets and self.buckets[index].is_asked for index in self._buckets_of([param]))
-
-    def any_sharded(self, params: Iterable[nn.Parameter]) -> bool:
-        """Whether weights of some of these parameters are sharded."""
-        return bool(self._buckets_of(params))
+        return all(index in self.buckets and self.buckets[index].is_asked for index in self.buckets_of([param]))
 
     def say_reasons(self) -> None:
         """Once per reason, with the bytes of the first pass that had it."""
@@ -150,13 +140,15 @@ class WholeParams(Part):
 
     def lend(self, param: nn.Parameter) -> None:
         """The program has asked for what it could write unseen: ``param.data``, an array."""
-        for index in self._buckets_of([param]):
+        for index in self.buckets_of([param]):
             self.buckets[index].is_lent = True
 
     def adopt(self) -> None:
-        """This rank's shards and masters get what the program has written into whole parameters. No rank reads a shard
-        meanwhile."""
+        """This rank's shards and masters get what the program has written into whole parameters, or ZcError says what
+        they can't take. The shards are closed then: no rank reads one."""
         core = self.core
+        self._refuse_others()
+        core.accumulators.close_shards()
         with torch.inference_mode(False), torch.no_grad(), torch_private.without_torch_function():
             for bucket in map(core.plan.bucket, sorted(self.buckets)):
                 if not self._is_counted(bucket) and not self._is_unseen(bucket):
@@ -171,6 +163,23 @@ class WholeParams(Part):
                     write_value(core, bucket, slot, param, before)
                     if before is not None:
                         before.copy_(flattened(param.detach(), slot))
+
+    def _refuse_others(self) -> None:
+        """Raises ZcError for a whole parameter that the program has given a tensor which its shards can't take. What is
+        whole is freed, and nothing else has changed."""
+        core = self.core
+        for bucket in map(core.plan.bucket, sorted(self.buckets)):
+            for slot, param in core.params_in(bucket):
+                with torch_private.without_torch_function():
+                    got = tuple(param.shape), param.dtype, param.device
+                if got != (slot.shape, bucket.param_dtype, bucket.device):
+                    self.reshard(core.sharded_buckets)
+                    raise ZcError(
+                        f"parameter {slot.name} is {got[1]} of shape {got[0]} on {got[2]} now (param.data = ..., "
+                        f"model.to), and {core.plan.why_sharded} has shards of {bucket.param_dtype} of shape "
+                        f"{slot.shape} on {bucket.device}. Give it values of that kind (param.copy_). What was written "
+                        "into parameters since the last update is lost, and nothing else has changed"
+                    )
 
     def reshard_unwritten(self, buckets: Iterable[int]) -> None:
         """After a forward without gradients: frees ``buckets``. What it has written stays whole to the update, and so
@@ -242,27 +251,10 @@ class WholeParams(Part):
         unset, placed = self.core.unset.params, self.core.placed
         unset.difference_update([name for name in unset & self.empty().keys() if not placed[name].isnan().any()])
 
-    def refuse_others(self) -> None:
-        """Raises ZcError for a whole parameter that the program has given a tensor which its shards can't take. What is
-        whole is freed, and nothing else has changed."""
-        core = self.core
-        for bucket in map(core.plan.bucket, sorted(self.buckets)):
-            for slot, param in core.params_in(bucket):
-                with torch_private.without_torch_function():
-                    got = tuple(param.shape), param.dtype, param.device
-                if got != (slot.shape, bucket.param_dtype, bucket.device):
-                    self.reshard(core.sharded_buckets)
-                    raise ZcError(
-                        f"parameter {slot.name} is {got[1]} of shape {got[0]} on {got[2]} now (param.data = ..., "
-                        f"model.to), and {core.plan.why_sharded} has shards of {bucket.param_dtype} of shape "
-                        f"{slot.shape} on {bucket.device}. Give it values of that kind (param.copy_). What was written "
-                        "into parameters since the last update is lost, and nothing else has changed"
-                    )
-
     def load(self, param: nn.Parameter, value: Tensor) -> None:
         """This rank's elements of one parameter get their part of ``value``. No rank reads a shard meanwhile."""
         core = self.core
-        for bucket in map(core.plan.bucket, self._buckets_of([param])):
+        for bucket in map(core.plan.bucket, self.buckets_of([param])):
             slot = next(slot for slot, other in core.params_in(bucket) if other is param)
             write_value(core, bucket, slot, value)
             torch.autograd.graph.increment_version(param)  # a backward through a forward of before fails
@@ -291,7 +283,8 @@ class WholeParams(Part):
             self._programs[kind, index] = core.build(graph, plan, name=f"{kind}_{index}")
         return self._programs[kind, index]
 
-    def _buckets_of(self, params: Iterable[nn.Parameter]) -> set[int]:
+    def buckets_of(self, params: Iterable[nn.Parameter]) -> set[int]:
+        """The buckets of those of these parameters whose weights are sharded."""
         core = self.core
         if not self._bucket_of:
             items = ((bucket.index, param) for bucket in core.plan.sharded for _, param in core.params_in(bucket))
