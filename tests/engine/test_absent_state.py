@@ -56,6 +56,7 @@ def test_what_reads_no_element_works_without_bytes() -> None:
     assert sum(p.data.nelement() for p in net.parameters()) == 72 + 16 + 36
     assert weight.data.shape == (8, 8) and torch.zeros(2).double().to(weight).dtype == torch.float32
     assert torch.zeros_like(weight).equal(torch.zeros(8, 8)) and weight.new_ones(3).equal(torch.ones(3))
+    assert type(type(weight)(torch.ones(2))) is nn.Parameter
     assert repr(weight) == f"{weight}" == "Parameter of shape (8, 8), torch.float32, cpu, without bytes (zc, stage=3)"
     assert repr(weight.data) == "view of shape (8, 8) of a parameter without bytes (zc, stage=3)"
     of_data: dict[str, Any] = {

@@ -120,9 +120,6 @@ class ManagedParameter(nn.Parameter):
                 return str(nn.Parameter.__repr__(self))  # type: ignore[no-untyped-call]
         return f"Parameter of shape {tuple(self.shape)}, {self.dtype}, {self.device}, without bytes (zc, {_why(self)})"
 
-    def __format__(self, spec: str) -> str:
-        return format(repr(self), spec)
-
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         _need("copy.deepcopy", [self])
         copied: nn.Parameter = nn.Parameter.__deepcopy__(self, memo)  # type: ignore[no-untyped-call]
@@ -358,7 +355,7 @@ class ManagedParams:
         self.update: Use | None = None  # from where masters may be written until weights are published
         self.weights = weakref.ref(weights)
         # weak: `_OWNERS` keeps this object as long as any of its parameters lives
-        self._params: dict[int, weakref.ref[nn.Parameter]] = {}
+        self._params: list[weakref.ref[nn.Parameter]] = []
         self._views: list[
             tuple[weakref.ref[Tensor], weakref.ref[nn.Parameter]]
         ] = []  # made since the last update, of whole ones
@@ -401,15 +398,14 @@ class ManagedParams:
         torch's."""
         for param in params:
             if type(param) is nn.Parameter and param.numel() > 0:
-                known = self._params.get(id(param))
-                if known is None or known() is not param:
-                    self._params[id(param)] = weakref.ref(param)
+                if _OWNERS.get(param) is not self:
+                    self._params.append(weakref.ref(param))
                     _OWNERS[param] = self
                 param.__class__ = ManagedParameter
 
     def release(self, params: Iterable[nn.Parameter] | None = None) -> None:
         """Makes these, or all, plain parameters again. The caller then sees to their bytes."""
-        _make_plain([ref() for ref in self._params.values()] if params is None else params)
+        _make_plain([ref() for ref in self._params] if params is None else params)
 
     @staticmethod
     @contextlib.contextmanager
