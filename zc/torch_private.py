@@ -606,6 +606,32 @@ def call_after(before: Callable[[], None], call: Callable[..., Any]) -> Callable
     return start
 
 
+@functools.cache
+def before_func_wraps(ask: Callable[[Any], None], classes: tuple[type, ...]) -> None:
+    """From now on ``ask(tensor)`` is called before torch.func (``vmap``, ``grad``, ...) wraps an argument of one of
+    these classes. What is done with the wrapper reads its memory, and asks no ``__torch_function__``.
+
+    Relies on the C functions that wrap, as ``torch._functorch.eager_transforms`` and ``torch._functorch.predispatch``
+    find them among their globals. Dynamo goes through what stands in their places (2.13).
+    """
+    from torch._functorch import eager_transforms, predispatch
+
+    def asking(wrap: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(tensor: Any, *args: Any) -> Any:
+            if type(tensor) in classes:
+                ask(tensor)
+            return wrap(tensor, *args)
+
+        return wrapped
+
+    for module, name in (
+        (eager_transforms, "_wrap_for_grad"),
+        (eager_transforms, "_wrap_functional_tensor"),
+        (predispatch, "_add_batch_dim_impl"),
+    ):
+        setattr(module, name, asking(vars(module)[name]))
+
+
 def not_compiled_alone(function: _F) -> _F:
     """Dynamo does not compile a call of ``function`` as a frame of its own, as it does with each call inside a frame
     that it skips. Where it traces a caller, it goes through as ever. (``torch._dynamo.decorators.skip_code``, which

@@ -168,6 +168,16 @@ def _ask(func: Any, args: Any, kwargs: Any) -> Any:
     return _call(func, args, kwargs)
 
 
+def _ask_for_func(tensor: Any) -> None:
+    """torch.func has it as an argument. Nobody will be asked when what wraps it is read."""
+    if isinstance(tensor, AbsentView):
+        _refuse_view("torch.func", tensor)
+    for weights in list(_COMING):
+        weights.read([tensor])
+    if isinstance(tensor, ManagedParameter):
+        _need("torch.func", [tensor])
+
+
 def _call(func: Any, args: Any, kwargs: Any) -> Any:
     """Calls a function of parameters, or of views of them, that may have no bytes."""
     if func in _ALLOWED and func not in _ASK_FOR_GRADS:
@@ -342,6 +352,7 @@ class ManagedParams:
     """
 
     def __init__(self, weights: Weights, why: str, *, come: bool = False) -> None:
+        torch_private.before_func_wraps(_ask_for_func, (ManagedParameter, AbsentView))
         self.why = why
         if come:
             _COMING.add(weights)
@@ -490,7 +501,9 @@ def _viewed_by(func: Callable[..., Any], args: Any, kwargs: Any) -> list[Tensor 
             twins[id(tensor)], of_storage[torch_private.storage_number(made)] = made, tensor
         return twins[id(tensor)]
 
-    with torch.inference_mode(False), torch_private.without_torch_function():  # tensors of that mode count no writes
+    # tensors of that mode count no writes, and those of a transform have no storage
+    plain = torch.inference_mode(False), torch_private.outside_of_func_transforms()
+    with plain[0], plain[1], torch_private.without_torch_function():
         tensors = (leaf for leaf in torch_private.tensors_in((args, kwargs)) if isinstance(leaf, Tensor))
         if any(leaf.layout is not torch.strided for leaf in tensors):
             return None
