@@ -128,3 +128,12 @@ def test_a_load_that_raises_is_over() -> None:
         net(X)
         assert all(value.equal(before[key]) for key, value in zc.full_state_dict(net).items())
         zc.close(net)
+
+
+def test_a_load_between_forward_and_backward_is_a_write_in_place() -> None:
+    net, _ = compiled(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)))
+    state = {key: 2 * value for key, value in zc.full_state_dict(net).items()}
+    loss = net(X).sum()
+    net.load_state_dict(state)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
