@@ -435,7 +435,7 @@ def graph_breaks() -> dict[str, int]:
 
 @contextlib.contextmanager
 def before_compiling(call: Callable[[], None], after: Callable[[], None]) -> Iterator[None]:
-    """Inside, ``call()`` runs before Dynamo compiles a frame, in any thread, and ``after()`` after it, before that code
+    """Inside, ``call()`` runs before Dynamo compiles a frame in this thread, and ``after()`` after it, before that code
     runs. What one of them raises ends the compilation.
 
     Relies on ``torch._dynamo.callback``, whose callbacks run around the compilation of a frame, also one that fails,
@@ -445,14 +445,21 @@ def before_compiling(call: Callable[[], None], after: Callable[[], None]) -> Ite
     """
     from torch._dynamo.callback import callback_handler
 
+    thread = threading.get_ident()
+
+    def start() -> None:
+        if threading.get_ident() == thread:
+            call()
+
     def end() -> None:
         try:
-            after()
+            if threading.get_ident() == thread:
+                after()
         except BaseException:
             vars(callback_handler)["_CompilationCallbackHandler__pending_callbacks_counter"] -= 1
             raise
 
-    first = callback_handler.register_start_callback(lambda _: call())
+    first = callback_handler.register_start_callback(lambda _: start())
     last = callback_handler.register_end_callback(lambda _: end())
     try:
         yield
@@ -597,6 +604,32 @@ def call_after(before: Callable[[], None], call: Callable[..., Any]) -> Callable
         return call(*args, **kwargs)
 
     return start
+
+
+@functools.cache
+def before_func_wraps(ask: Callable[[Any], None], classes: tuple[type, ...]) -> None:
+    """From now on ``ask(tensor)`` is called before torch.func (``vmap``, ``grad``, ...) wraps an argument of one of
+    these classes. What is done with the wrapper reads its memory, and asks no ``__torch_function__``.
+
+    Relies on the C functions that wrap, as ``torch._functorch.eager_transforms`` and ``torch._functorch.predispatch``
+    find them among their globals. Dynamo goes through what stands in their places (2.13).
+    """
+    from torch._functorch import eager_transforms, predispatch
+
+    def asking(wrap: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(tensor: Any, *args: Any) -> Any:
+            if type(tensor) in classes:
+                ask(tensor)
+            return wrap(tensor, *args)
+
+        return wrapped
+
+    for module, name in (
+        (eager_transforms, "_wrap_for_grad"),
+        (eager_transforms, "_wrap_functional_tensor"),
+        (predispatch, "_add_batch_dim_impl"),
+    ):
+        setattr(module, name, asking(vars(module)[name]))
 
 
 def not_compiled_alone(function: _F) -> _F:

@@ -8,6 +8,7 @@ import threading
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from training_runs import environment
 
 import zc
 from zc import torch_private
+from zc.registry import sharded
 
 DIM, VOCABULARY, UPDATES = 16, 32, 4
 CAPS = {"eager": (4608, None, 2**20), "aot_eager": (4608, None), "inductor": (4608,)}
@@ -391,6 +393,29 @@ def test_a_second_thread_is_refused_while_the_first_reads_weights(backend: str) 
     torch.optim.SGD(twin.parameters(), lr=0.1).step()
     zc.close(net)
     assert all(torch.allclose(ours, plain) for ours, plain in zip(net.parameters(), twin.parameters(), strict=True))
+
+
+def test_what_another_thread_compiles_is_no_matter_of_a_forward() -> None:
+    """This rank alone gathered whole weights then, also for the next forward: ranks that exchange messages were out of
+    step."""
+    torch._dynamo.reset()
+    net = nn.Linear(4, 4)
+    zc.compile(net, optimizer := torch.optim.SGD(net.parameters(), lr=0.1), stage=3, backend="aot_eager")
+    weights: Any = sharded(net).runtime.weights
+    net(torch.ones(1, 4)).sum().backward()  # the first forward may break, and has whole weights
+    optimizer.step()
+
+    def breaking(x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return x + 1
+
+    with weights.forward():
+        thread = threading.Thread(target=torch.compile(breaking, backend="eager"), args=[torch.ones(3)])
+        thread.start()
+        thread.join()
+    num_whole, may_break = len(weights.whole.buckets), weights.passes.may_break
+    assert (num_whole, may_break) == (0, False)
+    zc.close(net)
 
 
 def dropped(rank: int, world_size: int) -> bool:

@@ -56,6 +56,7 @@ def test_what_reads_no_element_works_without_bytes() -> None:
     assert sum(p.data.nelement() for p in net.parameters()) == 72 + 16 + 36
     assert weight.data.shape == (8, 8) and torch.zeros(2).double().to(weight).dtype == torch.float32
     assert torch.zeros_like(weight).equal(torch.zeros(8, 8)) and weight.new_ones(3).equal(torch.ones(3))
+    assert type(type(weight)(torch.ones(2))) is nn.Parameter
     assert repr(weight) == f"{weight}" == "Parameter of shape (8, 8), torch.float32, cpu, without bytes (zc, stage=3)"
     assert repr(weight.data) == "view of shape (8, 8) of a parameter without bytes (zc, stage=3)"
     of_data: dict[str, Any] = {
@@ -127,3 +128,12 @@ def test_a_load_that_raises_is_over() -> None:
         net(X)
         assert all(value.equal(before[key]) for key, value in zc.full_state_dict(net).items())
         zc.close(net)
+
+
+def test_a_load_between_forward_and_backward_is_a_write_in_place() -> None:
+    net, _ = compiled(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)))
+    state = {key: 2 * value for key, value in zc.full_state_dict(net).items()}
+    loss = net(X).sum()
+    net.load_state_dict(state)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -63,6 +64,49 @@ def test_a_transform_through_the_model(name: str, backend: str) -> None:
     wanted = trained(LOSSES[name], torch.float32)
     for value, other in zip(trained(LOSSES[name], torch.float32, backend), wanted, strict=True):
         torch.testing.assert_close(value, other, rtol=2e-5, atol=1e-6)
+
+
+class Scaled(nn.Module):
+    """Reads the weight of a layer that has not run yet, as an argument of a transform."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        squares = torch.func.vmap(lambda row: row.pow(2))(self.layer.weight)
+        slope = torch.func.grad(lambda weight: weight.pow(3).sum())(self.layer.weight)
+        along = torch.func.jvp(lambda weight: weight.pow(3).sum(), (self.layer.weight,), (torch.ones(4, 8),))[1]
+        return self.layer(x).sum() + (squares + slope).sum() + along
+
+
+def test_weights_that_are_arguments_of_a_transform() -> None:
+    """torch.func asks no parameter: it read weights before they came, and its process ended where they had no bytes."""
+    model = make()
+    zc.compile(
+        model, optimizer := torch.optim.SGD(model.parameters(), lr=0.01), backend="eager", stage=2, overlap_gather=True
+    )
+    model(X).sum().backward()
+    optimizer.step()
+    assert type(model[0].weight) is not nn.Parameter
+    torch.func.grad(lambda weight: weight.sum())(model[0].weight)
+    assert type(model[0].weight) is nn.Parameter, "waited for"
+    zc.close(model)
+
+    torch.manual_seed(0)
+    model = Scaled()
+    twin = copy.deepcopy(model)
+    zc.compile(model, torch.optim.SGD(model.parameters(), lr=0.01), stage=3, backend="eager", bucket_nbytes=1)
+    for transform in (torch.func.vmap, torch.func.grad, torch.func.functionalize, torch.func.jacfwd):
+        for weight in (model.layer.weight, model.layer.weight.detach()):
+            with pytest.raises(zc.ZcError, match=r"reads a .* that has no bytes"):
+                transform(lambda a: a.sum())(weight)
+    for each in (model, twin):
+        each(X).backward()
+    grads = zc.full_grad(model)
+    for name, param in twin.named_parameters():
+        torch.testing.assert_close(grads[name], param.grad)
+    zc.close(model)
 
 
 def test_forward_mode_through_compiled_code_names_the_backend_that_has_it() -> None:

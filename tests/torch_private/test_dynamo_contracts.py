@@ -4,6 +4,7 @@ contract is."""
 from __future__ import annotations
 
 import io
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,11 @@ def test_callbacks_run_around_the_compilation_of_a_frame() -> None:
         compiled(torch.ones(2))
         assert calls == ["before", "backend", "after"]
         compiled(torch.ones(2))
+        other = threading.Thread(target=compiled, args=[torch.ones(2, dtype=torch.int)])
+        other.start()
+        other.join()
     compiled(torch.ones(2, 2, dtype=torch.int))
-    assert calls == ["before", "backend", "after", "backend"]
+    assert calls == ["before", "backend", "after", "backend", "backend"]
 
 
 @contract("before_compiling", "torch._dynamo.callback's count of compilations")

@@ -46,11 +46,12 @@ class Blocks:
         """The one block of these parameters, or of tensors that share their memory (checkpointing detaches what a
         forward saves); None: of none, or of several."""
         runtime = self._runtime
+        displaced = runtime.weights.displaced()
         if self._plan is not runtime.plan:
             self._plan = runtime.plan
-            lasting = runtime.weights.lasting_tensors()
+            lasting = {**runtime.placed, **displaced}.items()
             self._members = {torch_private.storage_number(tensor): self._named(name) for name, tensor in lasting}
-        passing = runtime.weights.names_by_storage()
+        passing = {torch_private.storage_number(runtime.placed[name]): name for name in displaced}
         members = set()
         for param in params:
             number = torch_private.storage_number(param) if isinstance(param, Tensor) else 0

@@ -23,7 +23,7 @@ Where weights leave a host as differences (`zc.planning.wire`), ranks gather the
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import Any
@@ -86,13 +86,10 @@ class Weights(Part):
         """The schedules that have run so far, for explain."""
         return list(self._programs.values())
 
-    def describe_passes(self) -> list[str]:
-        """What the passes over shards that are planned so far gather and free, for explain."""
-        return []
-
     @property
-    def clocked(self) -> list[Program]:
-        """The schedules of these, and of single uses: a clocked step may have run them."""
+    def passes_so_far(self) -> list[tuple[str, Program]]:
+        """The passes over shards: a table of what each gathers and frees, "" for one of a single use, and its schedule,
+        which a clocked step may have run."""
         return []
 
     # --- where the model runs ---
@@ -150,8 +147,9 @@ class Weights(Part):
         weakly."""
         return lambda: None
 
-    def read(self, params: Iterable[nn.Parameter], why: str) -> None:
-        """The main stream reads these parameters themselves, for this reason. Inside the model's forward alone."""
+    def read(self, params: Sequence[nn.Parameter], why: str = "code that is not compiled reads") -> None:
+        """The main stream reads these parameters themselves, for this reason. It waits for their gathers, if these are
+        on their way; without any, for all gathers. What is sharded becomes whole, inside the model's forward alone."""
 
     # --- what other code may do with parameters ---
 
@@ -181,12 +179,8 @@ class Weights(Part):
         for good."""
         return nullcontext()
 
-    def lasting_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Each parameter's name with a tensor that has its memory whenever nothing else is said of it."""
-        yield from self.core.placed.items()
-
-    def names_by_storage(self) -> dict[int, str]:
-        """The parameters whose memory is another one for the moment, by the number of their storage."""
+    def displaced(self) -> dict[str, Tensor]:
+        """The parameters whose memory is another one for the moment, each with a tensor that has their lasting one."""
         return {}
 
     def units(self, *, is_wanted: bool) -> Generator[dict[str, Tensor], None, None]:
@@ -198,14 +192,10 @@ class Weights(Part):
 
     # --- what code does with parameters that it can't read without asking (`zc.weights.param`) ---
 
-    def wait_for(self, params: Sequence[nn.Parameter]) -> None:
-        """Makes the main stream wait for the gathers of these parameters, if these are on their way; without any, for
-        all gathers. They get their own class back."""
-
     def read_param(self, param: nn.Parameter, is_raw: bool) -> bool:
         """Somebody reads a parameter outside of compiled code. True: it may be read now; False: it has no bytes.
         ``is_raw``: what is asked for could be written without autograd's knowing."""
-        self.wait_for([param])
+        self.read([param])
         return True
 
     def load_value(self, param: nn.Parameter, value: Tensor) -> bool:

@@ -189,7 +189,7 @@ def _sections(model: nn.Module) -> dict[str, str]:
     kinds = [type(each.optimizer).__name__ for each in optimizers]
     if len(kinds) > 1 or any(b.layout.owners is not None for b in runtime.plan.buckets):
         sections["optimizers"] = _optimizers(runtime, kinds)
-    for number, table in enumerate(runtime.weights.describe_passes()):
+    for number, table in enumerate(table for table, _ in runtime.weights.passes_so_far if table):
         sections[f"residency of weights, pass {number}"] = table
     if runtime.plan.offload is not None:
         sections["offload"] = _offload(runtime, [o.updater for o in optimizers if isinstance(o.updater, HostStep)])
@@ -207,7 +207,8 @@ def _sections(model: nn.Module) -> dict[str, str]:
 def _page(model: nn.Module, first: Summary, sections: Mapping[str, str]) -> str:
     runtime = sharded(model).runtime
     step = runtime.streams.clock.step()
-    programs = [*_printed(model), *_schedules_of_buckets(runtime), *all_schedules(runtime), *runtime.weights.clocked]
+    of_passes = [program for _, program in runtime.weights.passes_so_far]
+    programs = [*_printed(model), *_schedules_of_buckets(runtime), *all_schedules(runtime), *of_passes]
     return page(
         title=f"zc: {type(model).__name__}, {_stage(runtime.plan)}, rank {runtime.group.rank} of "
         f"{runtime.group.world_size}",

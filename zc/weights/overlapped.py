@@ -34,7 +34,6 @@ weights may be read. Before it, any read waits for the buckets of the parameters
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -165,17 +164,8 @@ class OverlappedWeights(Weights):
         if self._start is None:
             self._start = self.order.before_next_block(len(self.core.plan.buckets))
         self._late.clear()
-        self.watch()  # what a load has gathered
         self._reach(self._start)
-        if not self.in_flight:
-            return nullcontext()
-        thread = threading.get_ident()  # other threads may compile other models meanwhile
-
-        def before() -> None:
-            if threading.get_ident() == thread:
-                self._before_compiling()
-
-        return torch_private.before_compiling(before, lambda: None)
+        return torch_private.before_compiling(self._before_compiling, lambda: None) if self.in_flight else nullcontext()
 
     def _end(self) -> None:
         self.synchronize()
@@ -290,7 +280,7 @@ class OverlappedWeights(Weights):
                     "weights: start again from the last checkpoint"
                 )
 
-    def wait_for(self, params: Sequence[nn.Parameter]) -> None:
+    def read(self, params: Sequence[nn.Parameter], why: str = "") -> None:
         if self.in_flight:  # another model's read may ask, also while this one is taken apart
             self.arrive(self.order.first_of(params) if params else 0)
 

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 _OWNERS: Any = WeakIdKeyDictionary()  # parameter -> its ManagedParams
-_COMING: weakref.WeakSet[ManagedParams] = weakref.WeakSet()  # of the models whose weights come, in this process
+_COMING: weakref.WeakSet[Weights] = weakref.WeakSet()  # of the models whose weights come, in this process
 
 # no need to ask what these do: they read no element
 _NO_VALUE = frozenset(
@@ -90,6 +90,12 @@ def _why(param: Tensor) -> str:
     return owner.why if owner is not None else "sharded weights"
 
 
+def _weights_of(param: Tensor) -> Weights | None:
+    """Those of its model, while that lives."""
+    owner = _OWNERS.get(param)
+    return owner.weights() if owner is not None else None
+
+
 class ManagedParameter(nn.Parameter):
     """The class of a parameter while it can't be read without asking."""
 
@@ -113,9 +119,6 @@ class ManagedParameter(nn.Parameter):
             with torch_private.without_torch_function():
                 return str(nn.Parameter.__repr__(self))  # type: ignore[no-untyped-call]
         return f"Parameter of shape {tuple(self.shape)}, {self.dtype}, {self.device}, without bytes (zc, {_why(self)})"
-
-    def __format__(self, spec: str) -> str:
-        return format(repr(self), spec)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         _need("copy.deepcopy", [self])
@@ -150,19 +153,29 @@ def _ask(func: Any, args: Any, kwargs: Any) -> Any:
     """Calls a function of parameters that can't be read without asking."""
     if _COMING:
         params = _params_in(args, kwargs)
-        for owner in list(_COMING):
-            owner.wait_for(params)  # without any the read is of an unknown one, and waits for all
+        for weights in list(_COMING):
+            weights.read(params)  # without any the read is of an unknown one, and waits for all
         if params and not any(type(param) is ManagedParameter for param in params):
             return func(*args, **kwargs)  # they have their own class again
     if func is Tensor.copy_ and isinstance(args[0], ManagedParameter):
-        loading = _OWNERS.get(args[0])
-        if loading is not None and loading.load(args[0], args[1]):  # part of a load_state_dict
+        loading = _weights_of(args[0])
+        if loading is not None and loading.load_value(args[0], args[1]):  # part of a load_state_dict
             return args[0]
     if func is torch.autograd.grad:
         return _grad(*args, **kwargs)
     if func in _BACKWARD:
         return _backward(func, _params_in(args, kwargs), args, kwargs)
     return _call(func, args, kwargs)
+
+
+def _ask_for_func(tensor: Any) -> None:
+    """torch.func has it as an argument. Nobody will be asked when what wraps it is read."""
+    if isinstance(tensor, AbsentView):
+        _refuse_view("torch.func", tensor)
+    for weights in list(_COMING):
+        weights.read([tensor])
+    if isinstance(tensor, ManagedParameter):
+        _need("torch.func", [tensor])
 
 
 def _call(func: Any, args: Any, kwargs: Any) -> Any:
@@ -206,7 +219,7 @@ def _lend_views(output: Any, params: list[ManagedParameter]) -> Any:
     for param, view in lent:
         owner = _OWNERS.get(param)
         if view is not None and owner is not None:
-            owner.read(param, True)
+            _can_read(_DATA.__get__, [param])
             owner.keep_view(view, param)
     return output
 
@@ -295,8 +308,8 @@ def _writes_by_name(what: Any) -> bool:
 
 def _can_read(what: Any, params: list[ManagedParameter]) -> bool:
     """Makes these parameters whole if their owners can, and says whether they are."""
-    owners = [(_OWNERS.get(param), param) for param in params]
-    return all(owner is None or owner.read(param, what in _RAW) for owner, param in owners)
+    owners = [(_weights_of(param), param) for param in params]
+    return all(weights is None or weights.read_param(param, what in _RAW) for weights, param in owners)
 
 
 def _need(what: Any, params: list[ManagedParameter]) -> None:
@@ -318,9 +331,16 @@ class Use:
     def __init__(self, what: str) -> None:
         self.what = what
         self.thread: int | None = threading.get_ident()  # None: it has ended
+        self._at_end: Callable[[], object] = lambda: None
+
+    def call_at_end(self, function: Callable[[], object]) -> None:
+        """Calls ``function`` once, when this ends or nobody holds it. It must not refer to this use."""
+        self._at_end = finalizer = weakref.finalize(self, function)
+        finalizer.atexit = False
 
     def end(self) -> None:
         self.thread = None
+        self._at_end()
 
 
 class ManagedParams:
@@ -332,9 +352,10 @@ class ManagedParams:
     """
 
     def __init__(self, weights: Weights, why: str, *, come: bool = False) -> None:
+        torch_private.before_func_wraps(_ask_for_func, (ManagedParameter, AbsentView))
         self.why = why
         if come:
-            _COMING.add(self)
+            _COMING.add(weights)
         self._way_out = (
             "leave overlap_gather out"
             if come
@@ -343,9 +364,9 @@ class ManagedParams:
         self._uses: list[weakref.ref[Use]] = []  # of the weights at the moment, and some that have ended
         self._lock = threading.Lock()  # of that
         self.update: Use | None = None  # from where masters may be written until weights are published
-        self._weights = weakref.ref(weights)
+        self.weights = weakref.ref(weights)
         # weak: `_OWNERS` keeps this object as long as any of its parameters lives
-        self._params: dict[int, weakref.ref[nn.Parameter]] = {}
+        self._params: list[weakref.ref[nn.Parameter]] = []
         self._views: list[
             tuple[weakref.ref[Tensor], weakref.ref[nn.Parameter]]
         ] = []  # made since the last update, of whole ones
@@ -388,44 +409,25 @@ class ManagedParams:
         torch's."""
         for param in params:
             if type(param) is nn.Parameter and param.numel() > 0:
-                known = self._params.get(id(param))
-                if known is None or known() is not param:
-                    self._params[id(param)] = weakref.ref(param)
+                if _OWNERS.get(param) is not self:
+                    self._params.append(weakref.ref(param))
                     _OWNERS[param] = self
                 param.__class__ = ManagedParameter
 
     def release(self, params: Iterable[nn.Parameter] | None = None) -> None:
         """Makes these, or all, plain parameters again. The caller then sees to their bytes."""
-        for param in [ref() for ref in self._params.values()] if params is None else params:
-            if param is not None:
-                self.lend(param)
-
-    @staticmethod
-    def lend(param: nn.Parameter) -> bool:
-        """Makes it a plain parameter until somebody adds it again; False if it is one already."""
-        is_managed = type(param) is ManagedParameter
-        if is_managed:
-            param.__class__ = nn.Parameter
-        return is_managed
+        _make_plain([ref() for ref in self._params] if params is None else params)
 
     @staticmethod
     @contextlib.contextmanager
     def lent(params: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
         """Inside, these parameters are plain ones. Yields those that were not."""
-        lent = [param for param in params if ManagedParams.lend(param)]
+        lent = _make_plain(params)
         try:
             yield lent
         finally:
             for param in lent:
                 param.__class__ = ManagedParameter
-
-    def wait_for(self, params: list[ManagedParameter]) -> None:
-        if (weights := self._weights()) is not None:
-            weights.wait_for(params)
-
-    def read(self, param: nn.Parameter, is_raw: bool) -> bool:
-        weights = self._weights()
-        return weights is None or weights.read_param(param, is_raw)
 
     def keep_view(self, view: Tensor, param: nn.Parameter) -> None:
         """``view`` was made of a whole parameter."""
@@ -441,9 +443,13 @@ class ManagedParams:
                 view.__class__, view.param, view.is_old = AbsentView, param, True
         self._views.clear()
 
-    def load(self, param: nn.Parameter, value: Tensor) -> bool:
-        weights = self._weights()
-        return weights is not None and weights.load_value(param, value)
+
+def _make_plain(params: Iterable[nn.Parameter | None]) -> list[nn.Parameter]:
+    """Returns those that were not."""
+    lent: list[nn.Parameter] = [param for param in params if type(param) is ManagedParameter]
+    for param in lent:
+        param.__class__ = nn.Parameter
+    return lent
 
 
 def is_held_elsewhere(param: nn.Parameter) -> bool:
@@ -495,7 +501,9 @@ def _viewed_by(func: Callable[..., Any], args: Any, kwargs: Any) -> list[Tensor 
             twins[id(tensor)], of_storage[torch_private.storage_number(made)] = made, tensor
         return twins[id(tensor)]
 
-    with torch.inference_mode(False), torch_private.without_torch_function():  # tensors of that mode count no writes
+    # tensors of that mode count no writes, and those of a transform have no storage
+    plain = torch.inference_mode(False), torch_private.outside_of_func_transforms()
+    with plain[0], plain[1], torch_private.without_torch_function():
         tensors = (leaf for leaf in torch_private.tensors_in((args, kwargs)) if isinstance(leaf, Tensor))
         if any(leaf.layout is not torch.strided for leaf in tensors):
             return None

@@ -14,7 +14,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -110,7 +109,7 @@ class ShardedWeights(Weights):
         self.adopt_writes()
         self.whole.unshard(buckets, is_exact=True)
         for name in lost:
-            self.managed.lend(core.placed[name])
+            self.managed.release([core.placed[name]])
         yield
         where = core.plan.slot_of
         self._moved.update({place: where[name] for name, place in before.items()})
@@ -125,7 +124,7 @@ class ShardedWeights(Weights):
         if self.passes.is_unsharded:
             return True
         if self.passes.is_passing:
-            self.whole.unshard_params([param])
+            self.read([param])
         elif self._states.is_reading or not self.whole.was_read(param):
             return False
         if is_raw:
@@ -142,7 +141,7 @@ class ShardedWeights(Weights):
         self.passes.note_uncompiled()
         own = list(module.parameters(recurse=False))
         if own:
-            self.whole.unshard_params(own)
+            self.read(own)
 
     def install_hooks(self, model: nn.Module) -> None:
         super().install_hooks(model)
@@ -164,11 +163,13 @@ class ShardedWeights(Weights):
         lent = self.managed.lent  # which holds the weights weakly
         return lambda places: lent(param for _, _, param in places)
 
-    def read(self, params: Iterable[nn.Parameter], why: str) -> None:
-        self.whole.unshard_params(params, why)
+    def read(self, params: Sequence[nn.Parameter], why: str = "code that is not compiled reads") -> None:
+        self.whole.unshard_for(why, self.whole.buckets_of(params))
+        with torch_private.without_torch_function():  # another stream than the reader's may have made them whole
+            self.core.streams.hand_to_main(params)
 
     def refuse_without_bytes(self, what: str, module: nn.Module) -> None:
-        if not self.passes.is_unsharded and self.whole.any_sharded(module.parameters()):
+        if not self.passes.is_unsharded and self.whole.buckets_of(module.parameters()):
             raise ZcError(
                 f"{what} with {self.managed.why}: a rank has flat shards, and no whole parameter. On all ranks, use "
                 "zc.full_state_dict(model) for whole tensors on rank 0, model.state_dict() for DTensors, "
@@ -205,12 +206,8 @@ class ShardedWeights(Weights):
             if name not in sharded:
                 yield {name: param.detach()}
 
-    def lasting_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        yield from {**self.core.placed, **self.whole.empty()}.items()
-
-    def names_by_storage(self) -> dict[int, str]:
-        placed = self.core.placed
-        return {torch_private.storage_number(placed[name]): name for name in self.whole.empty()}
+    def displaced(self) -> dict[str, Tensor]:
+        return self.whole.empty()
 
     @contextmanager
     def unsharded(self) -> Iterator[None]:
@@ -222,8 +219,7 @@ class ShardedWeights(Weights):
         before = set(self.whole.buckets)
         rounded = {index for index in core.sharded_buckets if core.plan.encodes_gathers(core.plan.bucket(index))}
         encoded, pending = before & rounded, self.whole.saved(rounded)  # a backward reads what its forward has read
-        self.adopt_writes()
-        self.whole.unshard(core.sharded_buckets, is_exact=True)
+        self.unshard()
         self.managed.release()
         self.passes.is_unsharded = True
         try:
@@ -232,9 +228,12 @@ class ShardedWeights(Weights):
             self.passes.is_unsharded = False
             self.synchronize()
             try:
-                self.whole.refuse_others()
-                self.whole.write_shards(before - encoded, pending)
-                self.whole.unshard(encoded)  # as the forward has read them, for its backward
+                self.adopt_writes()
+                self.whole.note_first_values()
+                # what a backward may read stays whole, and is as its forward has read it
+                stays = (before - encoded) | (self.whole.saved(core.sharded_buckets) - pending)
+                self.whole.reshard(set(core.sharded_buckets) - stays)
+                self.whole.unshard(encoded)
             finally:
                 self.passes.make_absent()
 
@@ -266,7 +265,6 @@ class ShardedWeights(Weights):
         self.managed.update = None
         core.accumulators.open_shards()
         self.passes.end_update()
-        self.whole.end_update()
         frozen = [bucket.index for bucket in core.plan.frozen if bucket.index in self.whole.buckets]
         super().published([*buckets, *frozen])
         self.managed.end_views()
@@ -293,20 +291,15 @@ class ShardedWeights(Weights):
         with self.managed.used("an update or a load"):
             self.synchronize()
             core.streams.join_main()
-            self.whole.refuse_others()
-            core.accumulators.close_shards()
             self.whole.adopt()
             self.managed.update = self.managed.enter("an update or a load")
 
     def adopt_writes(self) -> None:
         """All ranks call it before they read shards for a save: what the program has written into whole parameters is
         in the shards then."""
-        if self.passes.is_unsharded:
-            return
-        self.whole.refuse_others()
-        self.core.accumulators.close_shards()
-        self.whole.adopt()
-        self.core.accumulators.open_shards()
+        if not self.passes.is_unsharded:
+            self.whole.adopt()
+            self.core.accumulators.open_shards()
 
     def unshard(self) -> None:
         self.adopt_writes()
@@ -333,14 +326,9 @@ class ShardedWeights(Weights):
         self._uses.grow()
         self.whole.grow()
 
-    def describe_passes(self) -> list[str]:
-        """A table of each pass."""
-        return [planned.residency.table(self.core.plan.weight_cap) for planned in self._uses.planned]
-
     @property
-    def clocked(self) -> list[Program]:
-        """What a clocked step may have run of these, and of single uses."""
-        return self._uses.clocked
+    def passes_so_far(self) -> list[tuple[str, Program]]:
+        return self._uses.passes_so_far
 
 
 MANY_EVALUATED = 32
@@ -354,7 +342,6 @@ class ModelPasses(Part):
         self.managed, self._whole, self._uses = managed, whole, uses
         self._num_evaluated = 0  # forwards without gradients, in a row
         self._num_passes = 0  # with gradients, since the last update
-        self._task = -1  # autograd's number of the backward that runs
         self._backwards: weakref.WeakValueDictionary[int, Use] = weakref.WeakValueDictionary()  # by autograd's number
         self._depth = 0  # forwards of the model inside one another
         self.is_unsharded = False  # inside zc.whole_parameters
@@ -391,14 +378,22 @@ class ModelPasses(Part):
         self._whole.say_reasons()
 
     def note_backward(self) -> None:
-        """Compiled code reads weights. In a backward they are in use until that ends; on a device autograd has a thread
-        of its own for it, which may serve the thread of a forward."""
+        """Weights are read. In a backward they are in use until that ends; on a device autograd has a thread of its own
+        for it, which may serve the thread of a forward.
+
+        In a backward through a forward that may have broken, what was compiled beside the model's frame may run again
+        (activation checkpointing), and finds plain parameters, which are whole until the update. In any other backward
+        compiled code has what it reads from `take`, and hooks of the program find parameters that get their bytes when
+        they are read."""
         number = torch_private.current_graph_task()
         if number == -1 or number in self._backwards or self.is_unsharded:
             return
         is_on_cpu = self.core.plan.buckets[0].device.type == "cpu"
         use = self._backwards[number] = self.managed.enter("a backward", beside_others=not is_on_cpu)
         torch_private.queue_callback(use.end)
+        if self._is_trial and self._depth == 0:
+            self.managed.release()
+            use.call_at_end(weakly(self.make_absent))
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -411,7 +406,6 @@ class ModelPasses(Part):
     def _forward(self) -> Iterator[None]:
         core = self.core
         is_outer = self._depth == 0 and not self.is_unsharded
-        breaks = torch_private.graph_breaks()
         if is_outer:
             core.unset.check("a forward")
             core.group.record_call("a forward", shared=False)
@@ -429,10 +423,6 @@ class ModelPasses(Part):
         finally:
             self._depth -= 1
             if is_outer:
-                if self.is_one_graph:
-                    is_broken = torch_private.graph_breaks() != breaks
-                    self.may_break = is_broken or (self.may_break and not self._is_first)
-                    self._is_first = False
                 if not has_grad:
                     self.end()
                     self._whole.reshard_unwritten(self._whole.buckets.keys() - before)
@@ -447,67 +437,57 @@ class ModelPasses(Part):
             self._is_trial = True
             self._whole.unshard_for("code that Dynamo leaves uncompiled may read", {*self.core.sharded_buckets})
 
-    def _watching_dynamo(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def _watching_dynamo(self) -> Iterator[None]:
         """Inside, a frame that Dynamo compiles anew may leave code uncompiled, which reads parameters past any hook of
         ours. Ranks that read each other's memory have whole parameters first. Ranks that exchange messages must do so
-        together, so they wait until Dynamo has broken the graph, as it does on all of them."""
-        if self._is_trial:
-            return nullcontext()
-        core = self.core
-        everything = set(core.sharded_buckets)
+        together, so they wait until Dynamo has broken the graph, as it does on all of them. What it breaks in another
+        thread meanwhile, for another model, is no matter of this one, and other ranks would know nothing of it."""
+        known: dict[str, int] | None = None  # breaks before this thread's last compilation of a frame
+        num_skipped, is_broken = torch_private.graph_breaks().get(torch_private.SKIPPED, 0), False
 
-        def num_breaks() -> int:
-            return sum(times for why, times in torch_private.graph_breaks().items() if why != torch_private.SKIPPED)
-
-        breaks_before = num_breaks()
+        def breaks() -> dict[str, int]:  # a frame that is being compiled counts as skipped so far
+            return {why: n for why, n in torch_private.graph_breaks().items() if why != torch_private.SKIPPED}
 
         def unshard() -> None:
-            self._whole.unshard_for("code that Dynamo compiles anew may read", everything)
+            if not self._is_trial:
+                self._whole.unshard_for("code that Dynamo compiles anew may read", {*self.core.sharded_buckets})
 
         def before() -> None:
-            if core.accumulators.routes.gathers_alone:
+            nonlocal known
+            known = breaks()
+            if self.core.accumulators.routes.gathers_alone:
                 unshard()
 
         def after() -> None:
-            if num_breaks() != breaks_before:  # a frame that is being compiled counts as skipped so far
+            nonlocal is_broken
+            if breaks() != known:
+                is_broken = True
                 unshard()
 
-        return torch_private.before_compiling(before, after)
+        try:
+            with torch_private.before_compiling(before, after):
+                yield
+        finally:
+            is_skipped = torch_private.graph_breaks().get(torch_private.SKIPPED, 0) != num_skipped
+            is_broken |= known is not None and is_skipped
+            self.may_break = is_broken or (self.may_break and not self._is_first)
+            self._is_first = False
 
     def hook_outputs(self, output: object) -> None:
-        """A backward through this output of a forward that may have broken begins with `begin_backward`."""
+        """A backward through this output of a forward that may have broken begins with `note_backward`."""
         if not torch.is_grad_enabled() or self.is_unsharded or not self._is_trial:
             return
-        begin = weakly(self.begin_backward)
+        begin = weakly(self.note_backward)
         for leaf in torch_private.tensors_in(output):
             if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
                 leaf.register_hook(lambda _: begin())  # type: ignore[no-untyped-call]
 
-    def begin_backward(self) -> None:
-        """What was compiled beside the model's frame may run again (activation checkpointing), and finds plain
-        parameters, which are whole until the update. After any other forward a backward has what it reads from `take`,
-        and hooks of the program find parameters that get their bytes when they are read."""
-        is_new = self._task != torch_private.current_graph_task()
-        if self._is_trial and not self.is_unsharded and self._depth == 0 and is_new:
-            self._task = torch_private.current_graph_task()
-            self.managed.release()
-            callback = partial(self.end_backward, self._task)
-            torch_private.queue_callback(callback)
-            # after a backward that raised, autograd drops the callback without a call
-            weakref.finalize(callback, weakly(self.end_backward), self._task).atexit = False
-
-    def end_backward(self, task: int) -> None:
-        """The backward with this number has ended, or raised."""
-        if self._task != task:
-            return
-        self._task = -1
-        if not self.is_unsharded and self._depth == 0:
-            self.make_absent()
-
     def make_absent(self) -> None:
-        """No pass runs: parameters are absent."""
+        """Parameters are absent where no forward runs, and outside of zc.whole_parameters."""
         core = self.core
-        self.managed.add(param for bucket in core.plan.sharded for _, param in core.params_in(bucket))
+        if not self.is_unsharded and self._depth == 0:
+            self.managed.add(param for bucket in core.plan.sharded for _, param in core.params_in(bucket))
 
     @contextmanager
     def named_plainly(self) -> Iterator[None]:
@@ -516,8 +496,7 @@ class ModelPasses(Part):
         try:
             yield
         finally:
-            if not self.is_unsharded and self._depth == 0:
-                self.make_absent()
+            self.make_absent()
 
     def end_update(self) -> None:
         """The weights are new."""

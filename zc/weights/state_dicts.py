@@ -119,7 +119,7 @@ class StateDicts:
         weights = self._weights
         if weights.passes.is_unsharded or keep_vars:
             return
-        if not weights.whole.any_sharded(module.parameters()):
+        if not weights.whole.buckets_of(module.parameters()):
             return
         if torch_private.caller_of_state_dict().startswith("safetensors."):  # takes DTensors for tensors
             weights.refuse_without_bytes("safetensors.torch.save_model", module)
@@ -149,7 +149,7 @@ class StateDicts:
         if weights.passes.is_unsharded:
             return
         here = ((name, param) for name, param in module.named_parameters(recurse=False) if prefix + name in state)
-        own = [name for name, param in here if weights.whole.any_sharded([param])]
+        own = [name for name, param in here if weights.whole.buckets_of([param])]
         if own and local.get("assign_to_params_buffers", False):
             self._end_load()  # of the modules around this one
             raise ZcError(

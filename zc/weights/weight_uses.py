@@ -87,20 +87,17 @@ class WeightUses(Part):
         self._num_changes = 0  # times that somebody may have taken the arena, or the weights may have changed
 
     @property
-    def planned(self) -> list[PlannedPass]:
-        """Those so far, for explain."""
-        return [planned for uses, planned in self._known.items() if len(uses) > 1]
-
-    @property
-    def clocked(self) -> list[Program]:
-        """What a clocked step may have run: these, and single uses."""
-        return [planned.program for planned in self._known.values()]
+    def passes_so_far(self) -> list[tuple[str, Program]]:
+        """See `zc.engine.weights.Weights`."""
+        cap, known = self.core.plan.weight_cap, self._known.values()
+        return [(each.residency.table(cap) if len(each.uses) > 1 else "", each.program) for each in known]
 
     def begin(self, number: int) -> None:
         """The ``number``-th pass of an update begins; -1: one without gradients."""
         self._number = number
         expected = self._expected.get(number) or self._expected.get(number - 1 if number > 0 else 0)
-        if expected is not None and (expected in self._known or len(self.planned) < MAX_ORDERS):
+        num_orders = sum(len(uses) > 1 for uses in self._known)
+        if expected is not None and (expected in self._known or num_orders < MAX_ORDERS):
             self._start(expected)
 
     def next(self, buckets: tuple[int, ...]) -> Sequence[Extent]:
@@ -118,8 +115,6 @@ class WeightUses(Part):
         reads = planned.residency.pieces[self._position].reads
         self._order.append(buckets)
         self._position += 1
-        if self._position == len(planned.uses) > 1 and not buckets:
-            self._free_all(planned)
         return reads
 
     def end(self, *, is_order_kept: bool) -> None:
@@ -209,17 +204,12 @@ class WeightUses(Part):
             core.buffers.make_arena(self._planned.residency.nbytes)
         return self._planned
 
-    def _free_all(self, planned: PlannedPass) -> None:
-        """Runs the last piece."""
-        planned.program.run_piece(-1, self.core.streams)
-        self._planned = None
-
     def _close(self) -> None:
         """No use follows in this order. A pass that is left in the middle has gathers on their way."""
         planned, self._planned = self._planned, None
         if planned is None:
             return
         if self._position == len(planned.uses):
-            self._free_all(planned)
+            planned.program.run_piece(-1, self.core.streams)
         else:
             self.core.streams.join_main()

@@ -10,7 +10,7 @@ not count writes through ``.data``. So where code has asked for that, or is not 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -42,6 +42,7 @@ class WholeBucket:
     empty: dict[str, Tensor]  # each parameter's ``data`` without bytes
     versions: dict[str, int]  # of each parameter, as it became whole
     encoded: Tensor | None
+    is_asked: bool = False  # code that is not compiled has read it
     is_lent: bool = False  # the program may have written its memory without autograd's counting
 
 
@@ -52,7 +53,6 @@ class WholeParams(Part):
         super().__init__(core)
         self._programs = programs  # of the model's weights, which clear them
         self.buckets: dict[int, WholeBucket] = {}
-        self._asked: set[int] = set()  # those that code which is not compiled has read since the last update
         self._bucket_of: dict[int, int] = {}  # by the parameter's id
         self._reasons: dict[str, set[int]] = {}  # why buckets became whole in this pass
         self._said: set[str] = set()  # those of earlier passes
@@ -80,29 +80,21 @@ class WholeParams(Part):
                         param.data.copy_(in_shape(flat[slot.offset : slot.stop], slot))
                         whole.versions[slot.name] = torch_private.version(param)
                 self.buckets[index] = whole
+        for index in buckets if is_exact else ():
+            self.buckets[index].is_lent = True  # whoever asks for values as the shards have them may write all
 
     def unshard_for(self, reason: str, buckets: set[int]) -> None:
         """The same, for code that is not compiled; `say_reasons` says so."""
-        self._asked |= buckets
         missing = buckets.difference(self.buckets)
         if missing:
             self.unshard(missing)
             self._reasons.setdefault(reason, set()).update(missing)
-
-    def unshard_params(self, params: Iterable[nn.Parameter], reason: str = "code that is not compiled reads") -> None:
-        """The same, for the buckets of these parameters."""
-        params = list(params)
-        self.unshard_for(reason, self._buckets_of(params))
-        with torch_private.without_torch_function():  # another stream than the reader's may have made them whole
-            self.core.streams.hand_to_main(params)
+        for index in buckets:
+            self.buckets[index].is_asked = True
 
     def was_read(self, param: nn.Parameter) -> bool:
-        """Whether code that is not compiled has read this parameter since the last update, and it is still whole."""
-        return self._buckets_of([param]) <= self._asked.intersection(self.buckets)
-
-    def any_sharded(self, params: Iterable[nn.Parameter]) -> bool:
-        """Whether weights of some of these parameters are sharded."""
-        return bool(self._buckets_of(params))
+        """Whether code that is not compiled has read this parameter, and it is still whole."""
+        return all(index in self.buckets and self.buckets[index].is_asked for index in self.buckets_of([param]))
 
     def say_reasons(self) -> None:
         """Once per reason, with the bytes of the first pass that had it."""
@@ -148,13 +140,15 @@ class WholeParams(Part):
 
     def lend(self, param: nn.Parameter) -> None:
         """The program has asked for what it could write unseen: ``param.data``, an array."""
-        for index in self._buckets_of([param]):
+        for index in self.buckets_of([param]):
             self.buckets[index].is_lent = True
 
     def adopt(self) -> None:
-        """This rank's shards and masters get what the program has written into whole parameters. No rank reads a shard
-        meanwhile."""
+        """This rank's shards and masters get what the program has written into whole parameters, or ZcError says what
+        they can't take. The shards are closed then: no rank reads one."""
         core = self.core
+        self._refuse_others()
+        core.accumulators.close_shards()
         with torch.inference_mode(False), torch.no_grad(), torch_private.without_torch_function():
             for bucket in map(core.plan.bucket, sorted(self.buckets)):
                 if not self._is_counted(bucket) and not self._is_unseen(bucket):
@@ -169,6 +163,23 @@ class WholeParams(Part):
                     write_value(core, bucket, slot, param, before)
                     if before is not None:
                         before.copy_(flattened(param.detach(), slot))
+
+    def _refuse_others(self) -> None:
+        """Raises ZcError for a whole parameter that the program has given a tensor which its shards can't take. What is
+        whole is freed, and nothing else has changed."""
+        core = self.core
+        for bucket in map(core.plan.bucket, sorted(self.buckets)):
+            for slot, param in core.params_in(bucket):
+                with torch_private.without_torch_function():
+                    got = tuple(param.shape), param.dtype, param.device
+                if got != (slot.shape, bucket.param_dtype, bucket.device):
+                    self.reshard(core.sharded_buckets)
+                    raise ZcError(
+                        f"parameter {slot.name} is {got[1]} of shape {got[0]} on {got[2]} now (param.data = ..., "
+                        f"model.to), and {core.plan.why_sharded} has shards of {bucket.param_dtype} of shape "
+                        f"{slot.shape} on {bucket.device}. Give it values of that kind (param.copy_). What was written "
+                        "into parameters since the last update is lost, and nothing else has changed"
+                    )
 
     def reshard_unwritten(self, buckets: Iterable[int]) -> None:
         """After a forward without gradients: frees ``buckets``. What it has written stays whole to the update, and so
@@ -235,46 +246,15 @@ class WholeParams(Part):
         items = ((index, core.params_in(core.plan.bucket(index))) for index in buckets)
         return {index for index, params in items if any(torch_private.is_saved(param) for _, param in params)}
 
-    def end_update(self) -> None:
-        """The weights are new: nothing has read them."""
-        self._asked.clear()
-
-    def write_shards(self, stays: Collection[int], goes: Collection[int]) -> None:
-        """The shards, and the masters of the elements that were written, from the whole parameters of all buckets. No
-        rank reads a shard meanwhile. Buckets that a backward may read stay whole: ``stays``, and those that autograd
-        has saved, without ``goes``."""
-        core = self.core
-        core.accumulators.close_shards()
-        for bucket in core.plan.sharded:
-            for slot, param in core.params_in(bucket):
-                write_value(core, bucket, slot, param)
-                if slot.name in core.unset.params and not param.isnan().any():  # its first value
-                    core.unset.params.discard(slot.name)
-                self.buckets[bucket.index].versions[slot.name] = torch_private.version(param)
-        core.accumulators.open_shards()
-        self.reshard(set(core.sharded_buckets).difference(stays, self.saved(self.buckets).difference(goes)))
-
-    def refuse_others(self) -> None:
-        """Raises ZcError for a whole parameter that the program has given a tensor which its shards can't take. What is
-        whole is freed, and nothing else has changed."""
-        core = self.core
-        for bucket in map(core.plan.bucket, sorted(self.buckets)):
-            for slot, param in core.params_in(bucket):
-                with torch_private.without_torch_function():
-                    got = tuple(param.shape), param.dtype, param.device
-                if got != (slot.shape, bucket.param_dtype, bucket.device):
-                    self.reshard(core.sharded_buckets)
-                    raise ZcError(
-                        f"parameter {slot.name} is {got[1]} of shape {got[0]} on {got[2]} now (param.data = ..., "
-                        f"model.to), and {core.plan.why_sharded} has shards of {bucket.param_dtype} of shape "
-                        f"{slot.shape} on {bucket.device}. Give it values of that kind (param.copy_). What was written "
-                        "into parameters since the last update is lost, and nothing else has changed"
-                    )
+    def note_first_values(self) -> None:
+        """What had no value, and has no NaN now, has one."""
+        unset, placed = self.core.unset.params, self.core.placed
+        unset.difference_update([name for name in unset & self.empty().keys() if not placed[name].isnan().any()])
 
     def load(self, param: nn.Parameter, value: Tensor) -> None:
         """This rank's elements of one parameter get their part of ``value``. No rank reads a shard meanwhile."""
         core = self.core
-        for bucket in map(core.plan.bucket, self._buckets_of([param])):
+        for bucket in map(core.plan.bucket, self.buckets_of([param])):
             slot = next(slot for slot, other in core.params_in(bucket) if other is param)
             write_value(core, bucket, slot, value)
             torch.autograd.graph.increment_version(param)  # a backward through a forward of before fails
@@ -303,7 +283,8 @@ class WholeParams(Part):
             self._programs[kind, index] = core.build(graph, plan, name=f"{kind}_{index}")
         return self._programs[kind, index]
 
-    def _buckets_of(self, params: Iterable[nn.Parameter]) -> set[int]:
+    def buckets_of(self, params: Iterable[nn.Parameter]) -> set[int]:
+        """The buckets of those of these parameters whose weights are sharded."""
         core = self.core
         if not self._bucket_of:
             items = ((bucket.index, param) for bucket in core.plan.sharded for _, param in core.params_in(bucket))
