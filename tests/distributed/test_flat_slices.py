@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import zc
-from zc.optim.flat_slices import FlatSlices
+from zc.optim.flat_slices import FlatSlices, are_same
 
 SIZES = ((64,), (128,), (2, 64), (64,), (192,), (64,), (4, 48), (64,), (128,))  # two equal halves, cut between two
 ODD = ((64,), (100,), (64,), (3,), (1, 64), (64,), (40,), ())
@@ -82,6 +82,8 @@ class Loop:
     def write_state(self) -> None:
         self.kept |= {k: self.tensors()[k] for k in (1, 2, 4)}
         self.steps(2)
+        now = [value for k in self.kept for value in self.tensors()[k].values()]
+        self.seen += [dist.get_world_size() > 1 or are_same(now, [v for i in self.kept.values() for v in i.values()])]
         for items in self.kept.values():
             for key, value in items.items():
                 value.add_(3) if key == "step" else value.mul_(0.5)  # held since two steps
@@ -99,10 +101,12 @@ class Loop:
         self.optimizer.state[self.model.params[-1]]["mine"] = torch.ones(())
         for k in (1, 2, 3):
             self.optimizer.state[self.model.params[k]]["mine"] = torch.full((3,), float(k))
+        for k, dtype in ((4, torch.float32), (5, torch.int64)):
+            self.optimizer.state[self.model.params[k]]["mine"] = torch.ones((), dtype=dtype)
         self.steps(2)
-        params = [self.model.params[k] for k in (-1, 1, 2, 3)]
+        params = [self.model.params[k] for k in (-1, 1, 2, 3, 4, 5)]
         if dist.get_world_size() == 1:
-            self.seen += [self.optimizer.state[p]["mine"].tolist() for p in params]
+            self.seen += [str(self.optimizer.state[p]["mine"]) for p in params]
 
     def forget_state(self) -> None:
         for k in (1, 4):
@@ -126,7 +130,9 @@ class Loop:
         self.optimizer.load_state_dict(before)
         self.steps(2)
         self.seen.append({str(item.get("step")) for item in state["state"].values()})  # of the tensors of before
-        self.optimizer.load_state_dict(copy.deepcopy(before))
+        own = {k: {n: copy.deepcopy(v) for n, v in items.items()} for k, items in before["state"].items()}
+        self.optimizer.load_state_dict({**before, "state": own})  # each tensor alone in its memory
+        del own
         self.steps(2)
         for items in self.optimizer.state_dict()["state"].values() if self.compiles else ():
             items.update(dict.fromkeys(items, torch.tensor(99.0)))  # dicts of the caller's
