@@ -98,22 +98,27 @@ class Loop:
         self.steps(2)
 
     def keep_more(self) -> None:
-        self.optimizer.state[self.model.params[-1]]["mine"] = torch.ones(())
-        for k in (1, 2, 3):
-            self.optimizer.state[self.model.params[k]]["mine"] = torch.full((3,), float(k))
-        for k, dtype in ((4, torch.float32), (5, torch.int64)):
-            self.optimizer.state[self.model.params[k]]["mine"] = torch.ones((), dtype=dtype)
+        """States of the loop's own: those of two that lie side by side differ, except for the last one's."""
+        params, state = self.model.params, self.optimizer.state
+        for k in (1, 2):
+            state[params[k]]["mine"] = torch.full((3,), float(k))
+        state[params[3]]["mine"] = torch.full_like(params[3], 3.0)
+        for k, dtype in ((4, torch.float32), (5, torch.int64), (-1, torch.float32)):
+            state[params[k]]["mine"] = torch.ones((), dtype=dtype)
+        state[params[6]]["mine"] = state[params[7]]["mine"] = 1
         self.steps(2)
-        params = [self.model.params[k] for k in (-1, 1, 2, 3, 4, 5)]
         if dist.get_world_size() == 1:
-            self.seen += [str(self.optimizer.state[p]["mine"]) for p in params]
+            self.seen += [str(state[params[k]]["mine"]) for k in (1, 2, 3, 4, 5, 6, -1)]
 
     def forget_state(self) -> None:
         for k in (1, 4):
             self.optimizer.state.pop(self.model.params[k], None)
         self.steps(2)
+        self.seen.append([str(items.get("step")) for items in self.tensors()])
         self.optimizer.state.clear()
-        self.steps(2)
+        self.steps(1)
+        self.seen.append([str(items.get("step")) for items in self.tensors()])
+        self.steps(1)
 
     def move_params(self) -> None:
         rest, other = self.optimizer.param_groups
@@ -212,7 +217,7 @@ def check(world_size: int, cases: list[Any]) -> None:
             assert not wrong, (case, wrong)
             # a load gives new tensors, which may be moved; else those of before are views that follow each other
             steady = ["load", "move_params"]
-            steady += ["write_state", "forget_state"] if world_size == 1 and case[1] is SIZES else []
+            steady += ["write_state", "forget_state", "keep_more"] if world_size == 1 and case[1] is SIZES else []
             assert all(all(is_flat[name]) for name in steady) and any(is_flat["take_turns"]), (case, is_flat)
 
 
