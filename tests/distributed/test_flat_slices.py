@@ -74,6 +74,10 @@ class Loop:
         return [{k: v for k, v in state.get(p, {}).items() if isinstance(v, Tensor)} for p in self.model.params]
 
     def take_turns(self) -> None:
+        state, (one, two, *_) = self.optimizer.state, [p for p in self.model.params[1:] if p.shape == (64,)]
+        if one in state:
+            state[one], state[two] = state[two], state[one]
+        self.steps(1)
         for unused in ((1,), (), (2, 3), (), (5,), (5,), (), (0, 1)):
             self.model.unused = unused
             self.steps(1)
