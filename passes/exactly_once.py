@@ -78,10 +78,10 @@ class _Ledger:
 
     def _check_hop(self, name: str, op: Reduction) -> None:
         if op.hop >= len(self.plan.hops):
-            self.faults.append(f"{name} is hop {op.hop} of a reduction, which has {len(self.plan.hops)}")
-        elif isinstance(op, Reduce) != self.plan.hops[op.hop].is_direct:
+            return  # nothing ever holds the sum that it starts from: `_refuse`
+        if isinstance(op, Reduce) != self.plan.hops[op.hop].is_direct:
             self.faults.append(f"{name} can't be hop {op.hop}, which goes by {self.plan.hops[op.hop].way.value}")
-        elif op.brings_mean(self.plan):
+        if op.brings_mean(self.plan):
             self.reduced.add(op.bucket)
 
     def _refuse(self, name: str, bucket: int, buffer: Buffer, of: int, content: str, needs: list[str]) -> None:

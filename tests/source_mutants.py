@@ -31,6 +31,7 @@ ROOMS = {  # by name: where the source is, and the tests that should notice
     "passes": ("passes", ("tests/passes", "tests/proof")),
     "engine": ("zc/engine", ("tests/engine", "tests/backend", "tests/distributed")),
     "compiler": ("zc/compiler", ("tests/backend", "tests/distributed", "tests/compatibility")),
+    "optim": ("zc/optim", ("tests/distributed/test_flat_slices.py", "tests/engine", "tests/distributed")),
     "weights": ("zc/weights", ("tests/engine", "tests/distributed", "tests/compatibility")),
 }
 LIMIT_S = 1800.0  # of the tests of one edit; what hangs is noticed

@@ -12,7 +12,7 @@ from torch.optim import AdamW, Muon, Optimizer, lr_scheduler
 from training_runs import message_of
 
 import zc
-from zc.optim.assignment import rule_of, try_out
+from zc.optim.assignment import note_of, rule_of, try_out
 from zc.planning.layout import Rule
 
 CPU = torch.device("cpu")
@@ -181,6 +181,8 @@ def test_a_subclass_needs_its_own_declaration() -> None:
 
     assert rule_of(Child(layer().parameters())) == Rule(whole=True)
     assert rule_of(AdamW(layer().parameters())) == Rule() == rule_of(Declared(layer().parameters()))
+    made = [make(layer().parameters()) for make in (Child, AdamW, Declared)]
+    assert [note_of(optimizer) is None for optimizer in made] == [False, True, True]
 
 
 @pytest.mark.parametrize("given", [AdamW, 3, nn.Linear, Muon])

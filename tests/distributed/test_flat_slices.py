@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import zc
-from zc.optim.flat_slices import FlatSlices
+from zc.optim.flat_slices import FlatSlices, are_same
 
 SIZES = ((64,), (128,), (2, 64), (64,), (192,), (64,), (4, 48), (64,), (128,))  # two equal halves, cut between two
 ODD = ((64,), (100,), (64,), (3,), (1, 64), (64,), (40,), ())
@@ -74,6 +74,10 @@ class Loop:
         return [{k: v for k, v in state.get(p, {}).items() if isinstance(v, Tensor)} for p in self.model.params]
 
     def take_turns(self) -> None:
+        state, (one, two, *_) = self.optimizer.state, [p for p in self.model.params[1:] if p.shape == (64,)]
+        if one in state:
+            state[one], state[two] = state[two], state[one]
+        self.steps(1)
         for unused in ((1,), (), (2, 3), (), (5,), (5,), (), (0, 1)):
             self.model.unused = unused
             self.steps(1)
@@ -82,6 +86,8 @@ class Loop:
     def write_state(self) -> None:
         self.kept |= {k: self.tensors()[k] for k in (1, 2, 4)}
         self.steps(2)
+        now = [value for k in self.kept for value in self.tensors()[k].values()]
+        self.seen += [dist.get_world_size() > 1 or are_same(now, [v for i in self.kept.values() for v in i.values()])]
         for items in self.kept.values():
             for key, value in items.items():
                 value.add_(3) if key == "step" else value.mul_(0.5)  # held since two steps
@@ -96,20 +102,27 @@ class Loop:
         self.steps(2)
 
     def keep_more(self) -> None:
-        self.optimizer.state[self.model.params[-1]]["mine"] = torch.ones(())
-        for k in (1, 2, 3):
-            self.optimizer.state[self.model.params[k]]["mine"] = torch.full((3,), float(k))
+        """States of the loop's own: those of two that lie side by side differ, except for the last one's."""
+        params, state = self.model.params, self.optimizer.state
+        for k in (1, 2):
+            state[params[k]]["mine"] = torch.full((3,), float(k))
+        state[params[3]]["mine"] = torch.full_like(params[3], 3.0)
+        for k, dtype in ((4, torch.float32), (5, torch.int64), (-1, torch.float32)):
+            state[params[k]]["mine"] = torch.ones((), dtype=dtype)
+        state[params[6]]["mine"] = state[params[7]]["mine"] = 1
         self.steps(2)
-        params = [self.model.params[k] for k in (-1, 1, 2, 3)]
         if dist.get_world_size() == 1:
-            self.seen += [self.optimizer.state[p]["mine"].tolist() for p in params]
+            self.seen += [str(state[params[k]]["mine"]) for k in (1, 2, 3, 4, 5, 6, -1)]
 
     def forget_state(self) -> None:
         for k in (1, 4):
             self.optimizer.state.pop(self.model.params[k], None)
         self.steps(2)
+        self.seen.append([str(items.get("step")) for items in self.tensors()])
         self.optimizer.state.clear()
-        self.steps(2)
+        self.steps(1)
+        self.seen.append([str(items.get("step")) for items in self.tensors()])
+        self.steps(1)
 
     def move_params(self) -> None:
         rest, other = self.optimizer.param_groups
@@ -126,7 +139,9 @@ class Loop:
         self.optimizer.load_state_dict(before)
         self.steps(2)
         self.seen.append({str(item.get("step")) for item in state["state"].values()})  # of the tensors of before
-        self.optimizer.load_state_dict(copy.deepcopy(before))
+        own = {k: {n: copy.deepcopy(v) for n, v in items.items()} for k, items in before["state"].items()}
+        self.optimizer.load_state_dict({**before, "state": own})  # each tensor alone in its memory
+        del own
         self.steps(2)
         for items in self.optimizer.state_dict()["state"].values() if self.compiles else ():
             items.update(dict.fromkeys(items, torch.tensor(99.0)))  # dicts of the caller's
@@ -206,7 +221,7 @@ def check(world_size: int, cases: list[Any]) -> None:
             assert not wrong, (case, wrong)
             # a load gives new tensors, which may be moved; else those of before are views that follow each other
             steady = ["load", "move_params"]
-            steady += ["write_state", "forget_state"] if world_size == 1 and case[1] is SIZES else []
+            steady += ["write_state", "forget_state", "keep_more"] if world_size == 1 and case[1] is SIZES else []
             assert all(all(is_flat[name]) for name in steady) and any(is_flat["take_turns"]), (case, is_flat)
 
 

@@ -44,6 +44,11 @@ def _count_anew(optimizer: Any, params: list[nn.Parameter], step: int) -> None:
             optimizer.state[param]["step"] = torch.tensor(0.0)
 
 
+def _delete(optimizer: Any, params: list[nn.Parameter], step: int) -> None:
+    for param in params[::3] if step == 2 else ():
+        optimizer.state.pop(param, None)
+
+
 def _swap(optimizer: Any, params: list[nn.Parameter], step: int) -> None:
     state, (one, _, other, *_) = optimizer.state, params
     if step == 2:
@@ -98,8 +103,8 @@ def _compare(rank: int, world_size: int, name: str, edit: Any) -> tuple[Any, Any
 
 @pytest.mark.parametrize(
     ("name", "edit"),
-    [("adamw", _nothing), ("adamw", _reset), ("adamw", _count_anew), ("adamw", _swap), ("adamw", _take_turns),
-     ("adamw", _take_turns_as_a_whole), ("adafactor", _nothing), ("adafactor", _take_turns)],
+    [("adamw", _nothing), ("adamw", _reset), ("adamw", _count_anew), ("adamw", _delete), ("adamw", _swap),
+     ("adamw", _take_turns), ("adamw", _take_turns_as_a_whole), ("adafactor", _nothing), ("adafactor", _take_turns)],
 )
 def test_ranks_see_states_alike(name: str, edit: Any) -> None:
     """A rank without a slice raised KeyError, and the others waited; or it showed another parameter's count."""

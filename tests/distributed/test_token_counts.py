@@ -89,7 +89,12 @@ def _train(
         options = {**options, "mesh": init_device_mesh("cpu", options["mesh"], mesh_dim_names=("replicate", "shard"))}
     model = make_model()
     optimizers = make_optimizers(model, kind)
-    zc.compile(model, optimizers if kind == "two" else optimizers[0], bucket_nbytes=600, **options)
+    if kind == "two, one begins later":
+        model.table.requires_grad_(False), model.head.requires_grad_(False)
+    zc.compile(model, optimizers if len(optimizers) > 1 else optimizers[0], bucket_nbytes=600, **options)
+    if kind == "two, one begins later":
+        model.requires_grad_(True)
+        zc.recompile(model)
     norms = []
     for update in range(len(LENGTHS)):
         for m in range(2):
@@ -118,7 +123,7 @@ CASES: list[tuple[int, str, bool, bool, dict[str, Any]]] = [
     (2, "adam", False, True, {"stage": 1, "backend": "eager", "offload": "cpu"}),
     (2, "adam", True, True, {"stage": 2, "backend": "eager", "offload": "cpu", "offload_accumulate": "device"}),
     (2, "adam", False, True, {"stage": 2, "backend": "eager", "mesh": (2, 1)}),
-    (1, "two", False, True, {"stage": 2, "backend": "eager"}),
+    (1, "two, one begins later", False, True, {"stage": 2, "backend": "eager"}),
 ]
 
 

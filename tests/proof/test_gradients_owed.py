@@ -4,7 +4,7 @@ edits that lose a gradient."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import adversary
@@ -13,19 +13,21 @@ import pytest
 import simulation
 import torch
 import torch.distributed as dist
-from schedules import make, placed, schedule
+from schedules import make, part_of, placed, schedule
 from simulation import Case, Plain, plan_of
 from tiers import FULL
+from torch import fx
 
 from zc.engine import deposits
 from zc.engine.weights import gather_graph
 from zc.passes.base import Debt, copy_graph, run_passes
 from zc.passes.pipeline import pipeline
 from zc.passes.verify import examine, verify
+from zc.planning.plan import Plan
 from zc.planning.wire import Wire
 from zc.schedule.buffer import MAIN
 from zc.schedule.nodes import change, op_of, put, steps
-from zc.schedule.spec import AccumulateCast, Deposit, FlattenCast
+from zc.schedule.spec import AccumulateCast, Deposit, FlattenCast, Write
 
 NUM_ORDERS = 200 if FULL else 3
 
@@ -99,6 +101,47 @@ def test_an_exact_gather_is_of_another_plan_than_an_encoded_one(overlap_gather: 
     of_load = plan.exact_gathers()
     exact = placed(of_load, gather_graph(of_load, range(3)))
     assert not examine(exact, of_load) and examine(exact, plan).faults
+
+
+def edited(graph: fx.Graph, *edits: Callable[[Write], Write], without: tuple[int, int] | None = None) -> fx.Graph:
+    """The k-th write as the k-th edit has it, and one gradient less in the debt."""
+    new = copy_graph(graph)
+    for node, edit in zip([n for n in steps(new) if isinstance(op_of(n), Write)], edits, strict=False):
+        change(node, edit(op_of(node)))
+    debt: Debt = new.output_node().meta["debt"]
+    new.output_node().meta["debt"] = replace(debt, gradients=debt.gradients - {without})
+    return new
+
+
+def broken() -> Iterator[tuple[str, fx.Graph, Plan]]:
+    """The one rule that a schedule breaks, as it says so."""
+    plan, by_memory, offloaded = make(1), make(1, reads=True), make(1, offload="device")
+    intact = schedule("mlp", plan)
+    yield "reduce can't be hop 0, which goes by messages", schedule("mlp", by_memory), plan
+    cut = edited(intact, lambda op: replace(op, spans=((0, 1), (1, 64))))
+    yield "flatten_cast writes [0, 1), [1, 64) of bucket 0; slot 0 is [0, 2)", cut, plan
+    wide = edited(
+        schedule("heads", plan, in_place=True),
+        lambda op: replace(op, spans=((3, 32), *op.spans[1:])), lambda op: replace(op, stop=3),
+    )  # fmt: skip
+    yield "wgrad_into writes [0, 3) of bucket 0; slot 0 is [0, 2)", wide, plan
+    more = edited(intact, lambda op: replace(op, slots=(0, 2)))
+    del more.output_node().meta["debt"]
+    yield "flatten_cast brings slot 2 of bucket 0, which has 2", more, plan
+    part = edited(part_of(make(2), (0,), (1,)), without=(1, 0))
+    yield "deposit writes bucket 1, slot 0: the graph has no such gradient", part, make(2)
+    half = edited(intact, lambda op: replace(op, slots=(0,), grads=op.grads[:1]), without=(0, 1))
+    yield "bucket 0 is reduced, and not owed whole", half, plan
+    of_boundary, within = schedule("mlp", offloaded), schedule("mlp", offloaded.microbatch())
+    yield "bucket 0 is copied to host memory, and not owed whole", of_boundary, offloaded.microbatch()
+    yield "bucket 0 is owed whole, and never copied to host memory", within, offloaded
+
+
+def test_a_rule_that_alone_is_broken_refuses() -> None:
+    """What record_mutants breaks by one edit breaks another rule as well."""
+    for fault, graph, plan in broken():
+        findings = examine(graph, plan)
+        assert findings.faults == (fault,) and not findings.races
 
 
 def test_without_a_debt_only_what_is_there_is_shown() -> None:

@@ -55,6 +55,7 @@ class FlatSlice:
         self._shared: dict[str, Any] = {}  # what the slices have of it
         self._numbers: dict[str, Tensor] = {}  # [slices] each: what is a number of its own in the state of a slice
         self._items: list[dict[str, Any] | None] = [state.get(own) for own in slices]  # the slices' states
+        self._versions: list[int] = []  # until the step has ended
         for key in self._items[0] or ():
             self._adopt(key, [item for item in self._items if item is not None])
         self._remember()
@@ -83,7 +84,6 @@ class FlatSlice:
 
     def _remember(self) -> None:
         self._values = [value for item in self._items if item is not None for value in item.values()]
-        self.remember_numbers()
 
     def remember_numbers(self) -> None:
         """After all flat slices have shared: two of them may have parts of the same numbers."""
@@ -260,8 +260,7 @@ class _Alone(NamedTuple):
 
 def _are_alike(one: Tensor, other: Tensor, state: State) -> bool:
     """Whether an update treats two slices alike, and their states lie side by side or may be moved there."""
-    sizes = (one.dim(), other.dim(), one.numel(), other.numel())
-    if 0 in sizes or one.dtype != other.dtype or not one.is_floating_point():
+    if 0 in (one.dim(), other.dim(), one.numel(), other.numel()):
         return False
     items, others = state.get(one), state.get(other)
     if items is None or others is None:

@@ -115,6 +115,7 @@ class StateView(MutableMapping[Any, Any]):
             return
         self._check_shapes(name, items)
         self._let_go(name)
+        self._counted[name] -= _steps(self._kept(name))
         self._keep(name, {})
         for item_key, item in items.items():
             self.write(name, item_key, item)
@@ -130,6 +131,8 @@ class StateView(MutableMapping[Any, Any]):
             del state[key]
             return
         self._let_go(name)
+        self._counted[name] -= _steps(self._kept(name))
+        self._noted.clear()  # so that the next update notes it again
         self._updated.discard(name)
         self._elsewhere.pop(name, None)
         state.pop(self.owner.slices.get(name), None)
@@ -151,6 +154,10 @@ class StateView(MutableMapping[Any, Any]):
         if not keys:
             raise KeyError("no parameter has a state")
         return keys[-1], self.pop(keys[-1])
+
+    def clear(self) -> None:
+        for key in sorted(self, key=lambda key: self.owner.name_of(key) in self.owner.slices):
+            del self[key]  # first those that are like others
 
     def setdefault(self, key: Any, default: Any = None) -> Any:
         if key not in self:
@@ -257,7 +264,9 @@ class StateView(MutableMapping[Any, Any]):
         kept = self._kept(name)
         if kept is None or (name not in self.owner.slices and name not in self._elsewhere):
             kept = self._keep(name, kept or {})
+        before = _steps(kept)
         kept[key] = self.owner.taken(name, value)
+        self._counted[name] += _steps(kept) - before
         return self._items_of(name)[key]
 
     def _check_shapes(self, name: str, items: Mapping[Any, Any]) -> None:
@@ -332,6 +341,12 @@ class StateView(MutableMapping[Any, Any]):
         """The class's state may have changed: what the caller still holds shows it."""
         for name, state in list(self._held.items()) if self._held else ():
             state.show(self._items_of(name))
+
+
+def _steps(items: Mapping[Any, Any] | None) -> int:
+    """How many steps a state has counted."""
+    step = (items or {}).get("step")
+    return int(step) if isinstance(step, int | float) or (isinstance(step, Tensor) and step.dim() == 0) else 0
 
 
 def _updated(written: Mapping[Any, Any], kept: Mapping[Any, Any]) -> dict[Any, Any]:
