@@ -62,6 +62,42 @@ def test_a_stacked_group_is_tried_with_equal_shapes() -> None:
     assert kind == "PlanError" and "JointNorm depends on all of its parameters together" in text
 
 
+class Pairs(Lion):
+    """It multiplies each adapter's two matrices, as LoRA-RITE does, found by their places in the group."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for k in range(0, len(group["params"]), 2):
+                down, up = group["params"][k : k + 2]
+                down.sub_(group["lr"] * (up.T @ up + torch.eye(up.shape[1])) @ down.grad)
+
+
+class LoosePairs(Pairs):
+    """A parameter without a partner is left out."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            if len(group["params"]) > 1:
+                super().step()
+
+
+class TimidPairs(Pairs):
+    """It skips what is too large, which all of a trial's gradients were."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if all(float(param.grad.abs().max()) < 0.1 for param in self.param_groups[0]["params"]):
+            super().step()
+
+
+def test_what_takes_only_the_models_shapes_is_tried_with_those() -> None:
+    """Neither pair of matrices has an inner dimension in common, so the class passed untried, and trained wrong."""
+    shapes = [(4, 16), (24, 4), (4, 24), (8, 4)]
+    for make in (Pairs, LoosePairs, TimidPairs):
+        kind, text = message_of(lambda make=make: try_out(make([nn.Parameter(torch.zeros(s)) for s in shapes]), 2, CPU))  # type: ignore[misc]
+        assert kind == "PlanError" and f"{make.__name__} depends on all of its parameters together" in text
+
+
 class Distance(Lion):
     """Its rate is an estimate over all elements, which begins at next to nothing, as Prodigy's."""
 
