@@ -46,8 +46,21 @@ def aux_muon(params: list[nn.Parameter]) -> Optimizer:
     return AuxMuon([{"params": params[:1], "matrix": False}, {"params": params[1:], "matrix": True}])
 
 
+class Modal(Lion):
+    """It updates in train mode alone, as schedulefree's classes do, and passed untried."""
+
+    def train(self) -> None:
+        self.param_groups[0]["train_mode"] = True
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if not self.param_groups[0].get("train_mode"):
+            raise RuntimeError("Optimizer was not in train mode when step is called")
+        super().step()
+
+
 @pytest.mark.parametrize(
-    ("make", "belongs"), [(Lion, True), (aux_muon, True), (Noisy, True), (Stacked, False), (Wrapper, False)]
+    ("make", "belongs"),
+    [(Lion, True), (aux_muon, True), (Noisy, True), (Modal, True), (Stacked, False), (Wrapper, False)],
 )
 def test_whose_state_it_is(make: Any, belongs: bool) -> None:
     optimizer = make(matrices())

@@ -9,7 +9,7 @@ that stores it, and the checkpoint also lists the parameters that each rank upda
 
     optimizer.state.<name>.<key>                     of a frozen parameter, as rank 0 has it
     optimizer.other.<number>.rank_<r>.<key>          under strings, of each rank, by the optimizer's number
-    optimizer.own.<number>.<key>                     what the class adds to its ``state_dict()``, as rank 0 has it
+    optimizer.own.<number>.<key>                     what the class adds to ``state_dict()``, as rank 0 has it
     optimizer.together.<number>                      [["a", "c"], ["b", "d"]]: rank 0 updates a and c
 
 `zc.optim.trials.habits_of` finds the optimizers that may have the last kind. It is loaded only where one
@@ -22,7 +22,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
-from torch.optim import Optimizer
 
 from zc.errors import CheckpointError
 
@@ -70,10 +69,8 @@ def state_by_string(one: ShardedOptimizer) -> dict[str, Any]:
 
 
 def own_entries(one: ShardedOptimizer) -> dict[str, Any]:
-    """What the optimizer's class adds to its ``state_dict()``, such as a count of steps that is its attribute: its own
-    ``load_state_dict`` takes it back."""
-    if type(one.optimizer).state_dict is Optimizer.state_dict:
-        return {}
+    """What the optimizer's class, or a hook, adds to ``state_dict()``, such as a count of steps that is an attribute:
+    its own ``load_state_dict``, or a hook, takes it back."""
     try:
         return own_part(_part_of_rank(one))
     except NotImplementedError:  # it has no such format
@@ -82,8 +79,7 @@ def own_entries(one: ShardedOptimizer) -> dict[str, Any]:
 
 def take_own_entries(one: ShardedOptimizer, own: Mapping[str, Any]) -> None:
     """Gives them to the class, whose states and groups are loaded already."""
-    if type(one.optimizer).load_state_dict is not Optimizer.load_state_dict:
-        one.optimizer.load_state_dict({**_part_of_rank(one), **own})
+    one.optimizer.load_state_dict({**_part_of_rank(one), **own})
 
 
 def _part_of_rank(one: ShardedOptimizer) -> dict[str, Any]:

@@ -373,7 +373,7 @@ def commit(model: nn.Module, sharded_model: ShardedModel, target: Target) -> Non
         each.updater.take_loaded_state([bucket.index for bucket in each.buckets])
     of_classes = target.by_name("optimizer", OWN)
     for each in sharded_model.optimizers:
-        if str(each.number) in of_classes:
+        if of_classes.get(str(each.number)):
             take_own_entries(each, of_classes[str(each.number)])
 
 

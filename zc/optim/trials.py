@@ -522,6 +522,9 @@ def update_copy(
     def refuse(collective: str) -> None:
         raise Communicates(collective)
 
+    if callable(train := getattr(twin, "train", None)):
+        with contextlib.suppress(TypeError):  # one with arguments is something else
+            train()  # a schedule-free class updates in no other mode
     devices = [value.device for value in values[:1] if value.device.type != "cpu"]
     forked = torch.random.fork_rng([d.index for d in devices], device_type=devices[0].type if devices else "cuda")
     # Eager: Dynamo skips a frame for good that it first meets under a dispatch mode, here that of watching_collectives.
