@@ -1143,12 +1143,14 @@ def compile_graph(
     inner_compile: Callable[..., Any],
     options: Mapping[str, Any] | None = None,
     *,
+    first_pass: Callable[[fx.Graph], None] | None = None,
     joint_pass: Callable[[fx.Graph], None] | None = None,
     kept_as: str | None = None,
 ) -> Any:
     """Inductor's backend with ``inner_compile`` in place of the compiler of the forward's and the backward's graph, and
     with ``options`` set in Inductor's configuration meanwhile. The backward is compiled along with its forward.
-    ``joint_pass`` sees both as one graph, before they are parted. Its ``str()`` is part of the cache's key.
+    ``joint_pass`` sees both as one graph, before they are parted, and ``first_pass`` sees it before Inductor's own
+    passes, which take clones out. Their ``str()`` is part of the cache's key.
 
     The AOTAutograd cache's key ignores inner_compile: an entry of a plain run would replace our schedule. So that cache
     is off, or with ``kept_as`` has our tag and this word in its keys, and ``inner_compile`` returns an
@@ -1156,27 +1158,28 @@ def compile_graph(
 
     Relies on ``torch.compiler.config.cache_key_tag`` being part of the key, on ``bundled_autograd_cache`` keeping what
     inner compilers return, and on ``force_non_lazy_backward_lowering``: AOTAutograd writes an entry once it has both
-    directions, and these settings hold inside of this function. The joint pass is ``joint_custom_post_pass``, a
-    ``CustomGraphPass`` (2.11 to 2.15).
+    directions, and these settings hold inside of this function. The passes are ``joint_custom_pre_pass`` and
+    ``joint_custom_post_pass``, each a ``CustomGraphPass`` (2.11 to 2.15).
     """
     from torch._functorch import config as functorch_config
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
-    users_pass: Any = (options or {}).get("joint_custom_post_pass", config.joint_custom_post_pass)
-    users_passes = users_pass if isinstance(users_pass, (list, tuple)) else [users_pass]
-    passes = [each for each in users_passes if each is not None]
-
     class JointPass(CustomGraphPass):
+        def __init__(self, option: str, own: Callable[[fx.Graph], None] | None) -> None:
+            users_pass: Any = (options or {}).get(option, getattr(config, option))
+            users_passes = users_pass if isinstance(users_pass, (list, tuple)) else [users_pass]
+            self.passes, self.own = [each for each in users_passes if each is not None], own
+
         def __call__(self, graph: fx.Graph) -> None:
-            for each in (*passes, joint_pass):
+            for each in (*self.passes, self.own):
                 if each is not None:
                     each(graph)
 
         def uuid(self) -> Any:  # None: one of the user's passes has no key, and nothing is cached
-            keys = [each.uuid() if isinstance(each, CustomGraphPass) else None for each in passes]
-            return None if None in keys else (str(joint_pass), *keys)
+            keys = [each.uuid() if isinstance(each, CustomGraphPass) else None for each in self.passes]
+            return None if None in keys else (str(self.own), *keys)
 
     is_cached = kept_as is not None and functorch_config.enable_autograd_cache
     settings = functorch_config.patch(
@@ -1185,7 +1188,8 @@ def compile_graph(
     shared: Any = torch.compiler.config
     tag = shared.cache_key_tag
     with settings, shared.patch(cache_key_tag=f"{_TAG} {kept_as}:{tag}" if is_cached else tag):
-        patches = {**(options or {}), "joint_custom_post_pass": JointPass()}
+        both = {"joint_custom_pre_pass": first_pass, "joint_custom_post_pass": joint_pass}
+        patches = {**(options or {}), **{option: JointPass(option, own) for option, own in both.items()}}
         return compile_fx(gm, list(inputs), inner_compile=inner_compile, config_patches=patches)
 
 

@@ -294,7 +294,8 @@ def test_an_optimizers_step_under_the_authors_torch_compile_runs_as_without() ->
 
 
 class Gated(nn.Module):
-    """Reads a frozen parameter, a counter and a buffer by themselves, and buffers beside a value with a gradient."""
+    """Reads a frozen parameter, a counter and a buffer by themselves, and buffers beside a value with a gradient,
+    and clones of buffers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -303,10 +304,12 @@ class Gated(nn.Module):
         self.register_buffer("scale", torch.linspace(0.5, 2, 8))
         self.register_buffer("count", torch.tensor(1))
         self.register_buffer("shift", torch.linspace(-1, 2, 8))
+        self.register_buffer("queue", torch.linspace(-1, 1, 64).view(8, 8))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.first(x.sin()) * x.cos() * self.scale * self.count.rsqrt()
+        y = self.first(x.sin()) * x.cos() * self.scale * self.count.rsqrt() * self.queue[0].clone()
         y = self.last(y * (2 * self.frozen).cos() + y * (2 * self.scale).sin())
+        y = y @ self.queue.clone().T
         return y + (self.last.bias + self.shift).square()
 
 
@@ -326,6 +329,7 @@ def test_what_the_loop_writes_before_the_backward_reaches_it_as_in_eager_autogra
             tensor.data.mul_(0.5)
         model.count += 1
         model.shift += 1
+        model.queue[:4] = 0.0
         batch.zero_()
         loss.backward()
         results.append(zc.full_grad(model)["first.weight"] if is_compiled else model.first.weight.grad)

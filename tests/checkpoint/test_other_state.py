@@ -152,16 +152,25 @@ def test_a_parameter_that_is_frozen_on_one_side_only(world_size: int, tmp_path: 
 
 
 class Counting(Optimizer):
-    """SGD whose rate falls with a count of its own, under a string; ``stacks``: with one momentum for a group there."""
+    """SGD whose rate falls with a count of its own, under a string; ``stacks``: with one momentum for a group there. It
+    grows with an attribute, which `state_dict` has (StableSPAM's total_step)."""
 
     def __init__(self, params: Any, stacks: bool = False, key: Any = "clock") -> None:
         super().__init__(params, {"lr": 0.1})
-        self.stacks, self.key = stacks, key
+        self.stacks, self.key, self.ticks = stacks, key, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "clock": {"ticks": self.ticks}}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self.ticks = state_dict.get("clock", {"ticks": 0})["ticks"]
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         clock = self.state[self.key]
         clock["count"] = clock.get("count", 0) + 1
+        self.ticks += 1
         clock.setdefault("decay", [torch.ones(2)])[0].mul_(0.5)
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
@@ -170,7 +179,8 @@ class Counting(Optimizer):
                 total = clock["momentum"] = clock.get("momentum", 0) * 0.9 + torch.cat(grads)
                 grads = list(total.split([p.numel() for p in params]))
             for p, grad in zip(params, grads, strict=True):
-                p.sub_(grad.view(p.shape), alpha=group["lr"] / clock["count"] * float(clock["decay"][0][1] + 1))
+                rate = group["lr"] * self.ticks**0.5 / clock["count"]
+                p.sub_(grad.view(p.shape), alpha=rate * float(clock["decay"][0][1] + 1))
 
 
 def _count(rank: int, world_size: int, folder: Path, stacks: bool, ways: tuple[str, ...]) -> list[Any]:
@@ -180,6 +190,9 @@ def _count(rank: int, world_size: int, folder: Path, stacks: bool, ways: tuple[s
         model = _model()
         optimizer = Counting(model.parameters(), stacks)
         zc.compile(model, optimizer, backend="eager", bucket_nbytes=64)
+        optimizer.register_state_dict_post_hook(lambda _, state: {**state, "of a hook": 7})
+        given: list[Any] = []
+        optimizer.register_load_state_dict_pre_hook(lambda _, state, given=given: given.append(state.get("of a hook")))  # type: ignore[misc]
         if not ways:
             _train(model, optimizer, 0, 2)
             zc.save(folder / "ck", model, optimizer)
@@ -197,6 +210,7 @@ def _count(rank: int, world_size: int, folder: Path, stacks: bool, ways: tuple[s
             model.load_state_dict(whole["model"])
         refused = message_of(load)
         if not refused[0]:
+            assert given[-1] == 7
             _train(model, optimizer, 2, 4)
         results.append(refused[1] or _weights(model))
     return results

@@ -46,8 +46,21 @@ def aux_muon(params: list[nn.Parameter]) -> Optimizer:
     return AuxMuon([{"params": params[:1], "matrix": False}, {"params": params[1:], "matrix": True}])
 
 
+class Modal(Lion):
+    """It updates in train mode alone, as schedulefree's classes do, and passed untried."""
+
+    def train(self) -> None:
+        self.param_groups[0]["train_mode"] = True
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if not self.param_groups[0].get("train_mode"):
+            raise RuntimeError("Optimizer was not in train mode when step is called")
+        super().step()
+
+
 @pytest.mark.parametrize(
-    ("make", "belongs"), [(Lion, True), (aux_muon, True), (Noisy, True), (Stacked, False), (Wrapper, False)]
+    ("make", "belongs"),
+    [(Lion, True), (aux_muon, True), (Noisy, True), (Modal, True), (Stacked, False), (Wrapper, False)],
 )
 def test_whose_state_it_is(make: Any, belongs: bool) -> None:
     optimizer = make(matrices())
@@ -60,6 +73,42 @@ def test_a_stacked_group_is_tried_with_equal_shapes() -> None:
     try_out(Stacked(matrices()), 2, CPU)
     kind, text = message_of(lambda: try_out(JointNorm(matrices()), 2, CPU))
     assert kind == "PlanError" and "JointNorm depends on all of its parameters together" in text
+
+
+class Pairs(Lion):
+    """It multiplies each adapter's two matrices, as LoRA-RITE does, found by their places in the group."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for k in range(0, len(group["params"]), 2):
+                down, up = group["params"][k : k + 2]
+                down.sub_(group["lr"] * (up.T @ up + torch.eye(up.shape[1])) @ down.grad)
+
+
+class LoosePairs(Pairs):
+    """A parameter without a partner is left out."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            if len(group["params"]) > 1:
+                super().step()
+
+
+class TimidPairs(Pairs):
+    """It skips what is too large, which all of a trial's gradients were."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if all(float(param.grad.abs().max()) < 0.1 for param in self.param_groups[0]["params"]):
+            super().step()
+
+
+def test_what_takes_only_the_models_shapes_is_tried_with_those() -> None:
+    """Neither pair of matrices has an inner dimension in common, so the class passed untried, and trained wrong."""
+    shapes = [(4, 16), (24, 4), (4, 24), (8, 4)]
+    for make in (Pairs, LoosePairs, TimidPairs):
+        kind, text = message_of(lambda make=make: try_out(make([nn.Parameter(torch.zeros(s)) for s in shapes]), 2, CPU))  # type: ignore[misc]
+        assert kind == "PlanError" and f"{make.__name__} depends on all of its parameters together" in text
 
 
 class Distance(Lion):

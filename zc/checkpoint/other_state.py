@@ -9,6 +9,7 @@ that stores it, and the checkpoint also lists the parameters that each rank upda
 
     optimizer.state.<name>.<key>                     of a frozen parameter, as rank 0 has it
     optimizer.other.<number>.rank_<r>.<key>          under strings, of each rank, by the optimizer's number
+    optimizer.own.<number>.<key>                     what the class adds to ``state_dict()``, as rank 0 has it
     optimizer.together.<number>                      [["a", "c"], ["b", "d"]]: rank 0 updates a and c
 
 `zc.optim.trials.habits_of` finds the optimizers that may have the last kind. It is loaded only where one
@@ -28,7 +29,8 @@ if TYPE_CHECKING:
     from zc.optim.model import ShardedModel
     from zc.optim.optimizer import ShardedOptimizer
 
-OTHER, TOGETHER = "other", "together"  # keys of a checkpoint, below "optimizer"
+OTHER, OWN, TOGETHER = "other", "own", "together"  # keys of a checkpoint, below "optimizer"
+PART_KEY = "zc"  # in an optimizer's state_dict: it is one rank's part
 
 
 def names_of(one: ShardedOptimizer) -> dict[int, str]:
@@ -64,6 +66,34 @@ def state_by_string(one: ShardedOptimizer) -> dict[str, Any]:
                 "a string. Remove it before the save, or keep it under a string"
             )
     return by_string
+
+
+def own_entries(one: ShardedOptimizer) -> dict[str, Any]:
+    """What the optimizer's class, or a hook, adds to ``state_dict()``, such as a count of steps that is an attribute:
+    its own ``load_state_dict``, or a hook, takes it back."""
+    try:
+        return own_part(_part_of_rank(one))
+    except NotImplementedError:  # it has no such format
+        return {}
+
+
+def take_own_entries(one: ShardedOptimizer, own: Mapping[str, Any]) -> None:
+    """Gives them to the class, whose states and groups are loaded already."""
+    one.optimizer.load_state_dict({**_part_of_rank(one), **own})
+
+
+def _part_of_rank(one: ShardedOptimizer) -> dict[str, Any]:
+    one.asked_by_zc = True
+    try:
+        return one.optimizer.state_dict()
+    finally:
+        one.asked_by_zc = False
+
+
+def own_part(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a plain state."""
+    known = ("state", "param_groups", PART_KEY, OTHER, OWN, TOGETHER)
+    return {key: value for key, value in state.items() if key not in known}
 
 
 def together(sharded_model: ShardedModel) -> dict[str, list[list[str]]]:

@@ -25,7 +25,16 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zc.checkpoint.other_state import OTHER, TOGETHER, check_together, frozen_of, members_of
+from zc.checkpoint.other_state import (
+    OTHER,
+    OWN,
+    PART_KEY,
+    TOGETHER,
+    check_together,
+    frozen_of,
+    members_of,
+    own_part,
+)
 from zc.checkpoint.shards import ShardOf
 from zc.checkpoint.state import groups_of, in_model, numbered, others, owned
 from zc.checkpoint.target import Path, Target, add_model, add_optimizers, check_groups, check_names
@@ -40,7 +49,6 @@ if TYPE_CHECKING:
     from zc.optim.optimizer import ShardedOptimizer
 
 
-PART_KEY = "zc"  # in an optimizer's state_dict: it is one rank's part
 WAYS = (
     "call zc.full_optimizer_state(model, optimizer) on every rank and save what it gives on rank 0, which "
     "optimizer.load_state_dict and zc.load_state_dict take on every rank, or use zc.save and zc.load"
@@ -149,6 +157,10 @@ def add_plain_optimizer(
         for rank, items in by_rank.items():
             entries.update({("optimizer", OTHER, number, rank, key): item for key, item in items.items()})
     entries.update({("optimizer", TOGETHER, number): names for number, names in state.get(TOGETHER, {}).items()})
+    own = dict(state.get(OWN, {}))  # of `zc.state_dict`
+    if len(optimizers) == 1:
+        own.setdefault(str(optimizers[0].number), own_part(state))
+    entries.update({("optimizer", OWN, number, k): v for number, items in own.items() for k, v in items.items()})
     for number, group in enumerate(groups, num_groups):
         entries.update({("optimizer", "param_groups", number, option): value for option, value in group.items()})
     add_optimizers(target, sharded_model, optimizers, entries)
@@ -210,6 +222,7 @@ def _install(sharded_model: ShardedModel, one: ShardedOptimizer) -> None:
         ranks = runtime.group.shard
         if ranks.world_size > 1:
             state[PART_KEY] = _mark(sharded_model)
+        if ranks.world_size > 1 and not one.asked_by_zc:
             runtime.say_once(
                 f"optimizer.state_dict() is this rank's part of {ranks.world_size}, and only this rank "
                 f"{'and its replicas ' if runtime.group.replicas is not None else ''}can load it again. For a whole "

@@ -10,7 +10,17 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zc.checkpoint.other_state import OTHER, TOGETHER, names_of, note_of, state_by_string, states_of_frozen, together
+from zc.checkpoint.other_state import (
+    OTHER,
+    OWN,
+    TOGETHER,
+    names_of,
+    note_of,
+    own_entries,
+    state_by_string,
+    states_of_frozen,
+    together,
+)
 from zc.checkpoint.shards import ReadOnly, ShardOf, with_text_keys
 from zc.engine.memory_order import change_each, flattened, is_cut, values_in
 from zc.errors import CheckpointError, PlanError
@@ -181,6 +191,10 @@ def state_of(model: nn.Module, sharded_model: ShardedModel) -> dict[str, Any]:
         by_string = state_by_string(one)
         if by_string:
             optimizer.setdefault(OTHER, {})[str(one.number)] = {f"rank_{rank}": by_string}
+        own = own_entries(one)
+        if own:
+            of_rank_0 = change_each(lambda _, value: _of_rank_0(rank, value), None, own)
+            optimizer.setdefault(OWN, {})[str(one.number)] = of_rank_0
     note = note_of(sharded_model)
     if note is not None:
         sharded_model.runtime.say_once(note)
@@ -200,6 +214,8 @@ def for_dcp(state: dict[str, Any]) -> dict[str, Any]:
     optimizer["param_groups"] = [of_each(f"of parameter group {number} the option", group) for number, group in groups]
     if OTHER in optimizer:
         optimizer[OTHER] = with_text_keys("the optimizer's state under strings", optimizer[OTHER])
+    if OWN in optimizer:
+        optimizer[OWN] = with_text_keys("what the optimizer adds to its state_dict", optimizer[OWN])
     return {**state, "model": of_each("the extra state", state["model"]), "optimizer": optimizer}
 
 

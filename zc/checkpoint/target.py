@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.optim import Optimizer
 
 from zc import torch_private
-from zc.checkpoint.other_state import OTHER, TOGETHER, check_together, frozen_of, members_of
+from zc.checkpoint.other_state import OTHER, OWN, TOGETHER, check_together, frozen_of, members_of, take_own_entries
 from zc.checkpoint.shards import ReadOnly, ShardOf, own_key, with_own_keys
 from zc.checkpoint.state import (
     Owned,
@@ -186,7 +186,7 @@ def add_optimizers(
             loaded = change_each(partial(_part_of_state, where, own), key, value)
             if own.slice is not None:
                 target.add(path, loaded)
-        elif kind in ("state", "param_groups", TOGETHER):
+        elif kind in ("state", "param_groups", OWN, TOGETHER):
             target.add(path, _whole(value))
 
 
@@ -371,6 +371,10 @@ def commit(model: nn.Module, sharded_model: ShardedModel, target: Target) -> Non
                     group[key] = value
     for each in sharded_model.optimizers:
         each.updater.take_loaded_state([bucket.index for bucket in each.buckets])
+    of_classes = target.by_name("optimizer", OWN)
+    for each in sharded_model.optimizers:
+        if of_classes.get(str(each.number)):
+            take_own_entries(each, of_classes[str(each.number)])
 
 
 def _commit_others(one: ShardedOptimizer, target: Target, states: Mapping[str, dict[str, Any]]) -> None:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zc.checkpoint.other_state import refuse_together, state_by_string, states_of_frozen
+from zc.checkpoint.other_state import OWN, refuse_together, state_by_string, states_of_frozen
 from zc.checkpoint.saving import channel_of
 from zc.checkpoint.shards import ShardOf
 from zc.checkpoint.state import groups_of, host_copy, numbered, owned, state_of, synchronized
@@ -47,13 +47,15 @@ def full_optimizer_state(model: nn.Module, optimizer: Optimizers) -> Any:
     channel.between_updates("zc.full_optimizer_state", sharded_model)
     with channel.together("zc.full_optimizer_state"):
         refuse_together(sharded_model, alone or sharded_model.optimizers, "zc.full_optimizer_state")
-        state: dict[str, dict[str, Any]] = state_of(model, sharded_model)["optimizer"]["state"]
+        state: dict[str, dict[str, Any]] = state_of(model, sharded_model)["optimizer"]
     parts = []
     for one in alone or sharded_model.optimizers:
         numbers, groups = numbered(groups_of([one]))
-        whole = whole_states(sharded_model, one, state)
+        whole = whole_states(sharded_model, one, state["state"])
         by_number = {numbers[name]: values for name, values in whole.items()}
-        parts.append({"state": {**by_number, **host_copy(state_by_string(one))}, "param_groups": groups})
+        own = state.get(OWN, {}).get(str(one.number), {})
+        by_string = {**by_number, **host_copy(state_by_string(one))}
+        parts.append({"state": by_string, "param_groups": groups, **host_copy(own)})
     return like_container(optimizer, parts) if sharded_model.runtime.group.rank == 0 else None
 
 

@@ -76,21 +76,20 @@ def make_backend(runtime: Runtime, find_block: FindBlock = lambda _: None) -> Ca
         with_grad = [k for k, value in enumerate(inputs) if getattr(value, "requires_grad", False)]
         untrained = [k for k in range(len(inputs)) if k not in with_grad and names[k] not in runtime.plan.sharded_names]
         origin = Origin(runtime, names, untrained, with_grad, block, partial(torch_private.guard_identity, gm, names))
-        hook, joint_pass = partial(_compile, origin), SavesAsEager(origin)
+        hook, saves = partial(_compile, origin), SavesAsEager(origin)
+        passes: Any = {"first_pass": saves.keep_clones, "joint_pass": saves}
         options = runtime.inductor_options
         if runtime.config.backend == "aot_eager":
             # op by op, Inductor's own random numbers know no seed: what checkpointing runs again would draw others
             options = {**options, "fallback_random": True}
-            compiled = torch_private.compile_graph(gm, inputs, _inner_compiler(hook), options, joint_pass=joint_pass)
+            compiled = torch_private.compile_graph(gm, inputs, _inner_compiler(hook), options, **passes)
             return _with_returned_weights(origin, compiled)
         from zc.compiler.saved import cached  # imports Inductor, which takes seconds
 
         together = torch_private.compiling_kernels_together if on_cpu else contextlib.nullcontext
         with cached(hook) as saving_hook, together():
             compiler, kept_as = _inner_compiler(saving_hook), _kind_of_forward(runtime)
-            compiled = torch_private.compile_graph(
-                gm, inputs, compiler, options, joint_pass=joint_pass, kept_as=kept_as
-            )
+            compiled = torch_private.compile_graph(gm, inputs, compiler, options, kept_as=kept_as, **passes)
         return _with_returned_weights(origin, compiled)
 
     return zc_backend

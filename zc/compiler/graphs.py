@@ -260,15 +260,28 @@ class SavesAsEager:
     It saves what an operation reads beside a value with a gradient. AOTAutograd may save an argument, a buffer or a
     frozen parameter instead, to derive such a value again, and code after a graph break or the loop may have written
     that by then (the next batch): a gradient would be made of the new values. Where the operation reads the input
-    itself, eager autograd saves that, so its backward finds what was written, too, as does the compiled one."""
+    itself, eager autograd saves that, so its backward finds what was written, too, as does the compiled one.
+
+    A clone of such an input (MoCo's ``queue.clone()``) is a value of its own. Inductor would put the input in its
+    place: `keep_clones`, the first pass, gives it another name, which the marks take away again."""
 
     def __init__(self, origin: Origin) -> None:
         self._untrained, self._with_grad = frozenset(origin.untrained), frozenset(origin.with_grad)
 
-    def __str__(self) -> str:
+    def keep_clones(self, graph: fx.Graph) -> None:
+        inputs = graph.find_nodes(op="placeholder")
+        indices = {node: torch_private.input_index(node.meta.get("desc")) for node in inputs}
+        storages = {torch_private.storage_of(node) for node in inputs if indices[node] in self._untrained}
+        for node in graph.find_nodes(op="call_function", target=torch.ops.aten.clone.default):
+            if torch_private.storage_of(node.all_input_nodes[0]) in storages - {None}:
+                node.target = torch.ops.prims.clone.default
+
+    def __repr__(self) -> str:  # part of the keys of its passes
         return f"zc {sorted(self._untrained)} {sorted(self._with_grad)}"
 
     def __call__(self, graph: fx.Graph) -> None:
+        for node in graph.find_nodes(op="call_function", target=torch.ops.prims.clone.default):
+            node.target = torch.ops.aten.clone.default
         inputs = graph.find_nodes(op="placeholder")
         index_of = {node: torch_private.input_index(node.meta.get("desc")) for node in inputs}
         derived = {node for node, index in index_of.items() if index in self._untrained}  # of them alone, or not

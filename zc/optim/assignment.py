@@ -216,12 +216,12 @@ def try_out(optimizer: Optimizer, world_size: int, device: torch.device) -> None
     cls = type(optimizer)
     if is_known(optimizer):
         return
+    if world_size > 1:
+        check_positions(optimizer, device)
     if cls in DECLARED:
         check_elementwise(optimizer, DECLARED[cls], device)
     elif world_size > 1:
         check_independent(optimizer, device)
-    if world_size > 1:
-        check_positions(optimizer, device)
 
 
 def note_of(optimizer: Optimizer) -> str | None:

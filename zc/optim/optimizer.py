@@ -91,6 +91,7 @@ class ShardedOptimizer:
         self._is_known, self._may_zero = is_known(optimizer), may_zero(type(optimizer))
         self._flat = FlatSlices(self)
         self.habits = Habits()  # of an unknown class
+        self.asked_by_zc = False  # inside of a `state_dict()` of zc's, of which the caller hears nothing
         self._given: dict[str, Given] = {}  # inside of a method of an unknown class: gradients of slices
         self.local.state, self.local.param_groups = optimizer.state, self._groups
         self.state = StateView(self)

@@ -45,6 +45,8 @@ ROWS, COLUMNS = 54, 256  # three slices of at least 4,096 elements: 8-bit optimi
 # Of two shapes first, two of them equal: some optimizers stack what has one shape. One that stacks a group takes one
 # shape; its batched kernels may round to bf16.
 PAIRS = ((((16, 24), (40, 8), (16, 24)), 1e-4), (((16, 24), (16, 24)), 2e-2))  # and how close, of the largest change
+OWN = 4  # parameters: where no pair fits, the first ones of the group do, such as an adapter's two matrices
+MOST_ELEMENTS = 2**22  # of those together
 
 
 def check_elementwise(optimizer: Optimizer, block: int, device: torch.device) -> None:
@@ -117,12 +119,11 @@ def check_independent(optimizer: Optimizer, device: torch.device) -> None:
             trial = _try_pair(optimizer, group, device)
         except Communicates as error:
             raise PlanError(_advice(optimizer, error)) from None
-        if trial is None or trial.is_random:
-            continue
-        pairs = zip(trial.together, trial.apart, strict=True)
-        if any(
-            _estimates(a, b) or difference(a.elementwise(), b.elementwise(), trial.close) is not None for a, b in pairs
-        ):
+        except NeedsOthersError:
+            differs = True
+        else:
+            differs = trial is not None and not trial.is_random and _differs_alone(trial)
+        if differs:
             if drawn := _own_generator(optimizer):
                 raise PlanError(
                     f"{type(optimizer).__name__} draws random numbers{drawn}, for one parameter after the other, and "
@@ -134,6 +135,13 @@ def check_independent(optimizer: Optimizer, device: torch.device) -> None:
                 "zc.clip_grad_norm_ in the loop and leave it out of the update, or use an optimizer that treats "
                 "parameters one by one"
             )
+
+
+def _differs_alone(trial: Trial) -> bool:
+    pairs = zip(trial.together, trial.apart, strict=True)
+    return any(
+        _estimates(a, b) or difference(a.elementwise(), b.elementwise(), trial.close) is not None for a, b in pairs
+    )
 
 
 def _own_generator(optimizer: Optimizer) -> str:
@@ -253,8 +261,8 @@ def habits_of(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]], device:
 
 
 def _try_alone(optimizer: Optimizer, group: Mapping[str, Any], device: torch.device) -> Trial | None:
-    """`_try_pair` of a class that may start collectives of its own."""
-    with contextlib.suppress(Communicates):
+    """`_try_pair` of a class that may start collectives of its own, or need several parameters."""
+    with contextlib.suppress(Communicates, NeedsOthersError):
         return _try_pair(optimizer, group, device)
     return None
 
@@ -358,21 +366,31 @@ class Trial(NamedTuple):
 
 
 def _try_pair(optimizer: Optimizer, group: Mapping[str, Any], device: torch.device) -> Trial | None:
-    """None where the optimizer takes neither of `PAIRS` (it may want a closure, or other shapes)."""
-    for shapes, close in PAIRS:
+    """None where the optimizer takes neither `PAIRS` nor the group's own shapes (it may want a closure). Raises
+    NeedsOthersError where it takes them together and not alone."""
+    own_shapes = tuple(tuple(param.shape) for param in group["params"][:OWN])
+    fits = len(own_shapes) > 1 and sum(map(math.prod, own_shapes)) <= MOST_ELEMENTS
+    still: Trial | None = None
+    for (shapes, close), scale in itertools.product((*PAIRS, (own_shapes, 1e-4)) if fits else PAIRS, (1.0, 1e-3)):
         data = [small_data(shape, device, seed) for seed, shape in enumerate(shapes, start=20)]
-        values, grads = [value for value, _ in data], [own for _, own in data]
+        values, grads = [value for value, _ in data], [[scale * grad for grad in own] for _, own in data]
         try:
             together, again = (update_copy(optimizer, group, values, grads, seed) for seed in (1, 2))
-            apart = [update_copy(optimizer, group, [value], [own], 1)[0] for value, own in data]
         except Communicates:
             raise
-        except Exception:  # noqa: BLE001  (the next pair)
+        except Exception:  # noqa: BLE001  (the next shapes)
             continue
+        try:
+            apart = [update_copy(optimizer, group, [v], [g], 1)[0] for v, g in zip(values, grads, strict=True)]
+        except Exception as error:
+            raise NeedsOthersError from error
         pairs = zip(together, again, strict=True)
         is_random = any(difference(a.elementwise(), b.elementwise()) is not None for a, b in pairs)
-        return Trial(together, apart, is_random, close)
-    return None
+        trial = Trial(together, apart, is_random, close)
+        if any(each.change.any() for each in together):
+            return trial
+        still = still or trial  # it may skip what is too large, and take the same gradients smaller
+    return still
 
 
 def _advice(optimizer: Optimizer, error: Communicates) -> str:
@@ -410,6 +428,10 @@ CLOSE = 1e-4  # of the largest change; a vector's tail may be summed in another 
 
 class Communicates(Exception):
     """An update started a collective of its own."""
+
+
+class NeedsOthersError(Exception):
+    """An update of a parameter alone fails, and one of several does not."""
 
 
 class _Options(dict[str, Any]):
@@ -500,6 +522,9 @@ def update_copy(
     def refuse(collective: str) -> None:
         raise Communicates(collective)
 
+    if callable(train := getattr(twin, "train", None)):
+        with contextlib.suppress(TypeError):  # one with arguments is something else
+            train()  # a schedule-free class updates in no other mode
     devices = [value.device for value in values[:1] if value.device.type != "cpu"]
     forked = torch.random.fork_rng([d.index for d in devices], device_type=devices[0].type if devices else "cuda")
     # Eager: Dynamo skips a frame for good that it first meets under a dispatch mode, here that of watching_collectives.
