@@ -6,6 +6,7 @@ shows the same keys as others, learned from a state that it has, so that loops o
 
     optimizer.state[p]["exp_avg"]    the class's state[slice of p]["exp_avg"], or no elements
     optimizer.state["count"]         under a string, or a frozen parameter: the class's own item
+    optimizer.state[left]            of a parameter that has left the model: this rank's elements
 """
 
 from __future__ import annotations
@@ -95,7 +96,8 @@ class StateView(MutableMapping[Any, Any]):
     def __getitem__(self, key: Any) -> Any:
         name = self.owner.name_of(key)
         if name is None:
-            return self.owner.state_of_class[key]
+            away = self._away(key)
+            return self.owner.state_of_class[key] if away is None else away
         state = self._held.get(name)
         if state is None:
             state = self._hold(name, ParamState())
@@ -108,6 +110,7 @@ class StateView(MutableMapping[Any, Any]):
     def __setitem__(self, key: Any, value: Any) -> None:
         name = self.owner.name_of(key)
         if name is None:
+            self._drop_away(key)
             self.owner.state_of_class[key] = value
             return
         items = dict(value)
@@ -127,12 +130,27 @@ class StateView(MutableMapping[Any, Any]):
             raise KeyError(key)
         name, state = self.owner.name_of(key), self.owner.state_of_class
         if name is None:
-            del state[key]
+            self._drop_away(key)
+            state.pop(key, None)
             return
         self._let_go(name)
         self._updated.discard(name)
         self._elsewhere.pop(name, None)
         state.pop(self.owner.slices.get(name), None)
+
+    def _away(self, key: Any) -> dict[Any, Any] | None:
+        """The state of a parameter that has left the model."""
+        away = self.owner.away.get(key) if isinstance(key, Tensor) else None
+        return None if away is None else away.state  # type: ignore[no-any-return]
+
+    def _drop_away(self, key: Any) -> None:
+        if self._away(key) is not None:
+            self.owner.away[key] = self.owner.away[key]._replace(state=None)
+
+    def clear(self) -> None:
+        super().clear()
+        for param in list(self.owner.away):
+            self._drop_away(param)
 
     # A mapping's own would take the state that a parameter lacks for an empty one, which it has.
 
@@ -159,7 +177,9 @@ class StateView(MutableMapping[Any, Any]):
 
     def __contains__(self, key: Any) -> bool:
         name = self.owner.name_of(key)
-        return key in self.owner.state_of_class if name is None else self._kept(name) is not None
+        if name is None:
+            return key in self.owner.state_of_class or self._away(key) is not None
+        return self._kept(name) is not None
 
     def __iter__(self) -> Iterator[Any]:
         """Parameters in the order of the groups, the same on all ranks, then what the class keeps by other keys."""
@@ -234,12 +254,13 @@ class StateView(MutableMapping[Any, Any]):
             items = _without_elements(self._trials[num_dims], torch.Size(shape))
         if "step" in items:
             of_like = state[owner.slices[like]].get("step", 0) if like is not None else 0
-            more = self._num_updates_of(name) - (self._num_updates_of(like) if like is not None else 0)
+            more = self.num_updates_of(name) - (self.num_updates_of(like) if like is not None else 0)
             step = items["step"]
             items["step"] = torch.full_like(step, float(of_like + more)) if isinstance(step, Tensor) else of_like + more
         return items or None
 
-    def _num_updates_of(self, name: str) -> int:
+    def num_updates_of(self, name: str) -> int:
+        """How often the class has updated a parameter."""
         return self._counted[name] + (self._num_updates - self._num_counted) * (name in self._with_gradient)
 
     def _items_of(self, name: str) -> dict[Any, Any]:
@@ -288,7 +309,7 @@ class StateView(MutableMapping[Any, Any]):
         view._noted, view._with_gradient, view._trials = self._noted, self._with_gradient, self._trials
         view._counted, view._num_counted, view._num_updates = self._counted, self._num_counted, self._num_updates
         self.clear()
-        stand_in = SimpleNamespace(name_of=lambda key: None, state_of_class=past, slices={},
+        stand_in = SimpleNamespace(name_of=lambda key: None, state_of_class=past, slices={}, away={},
                                    optimizer=SimpleNamespace(param_groups=[]))  # fmt: skip
         self._owner = lambda: stand_in
         for key, item in given.items():
@@ -304,11 +325,22 @@ class StateView(MutableMapping[Any, Any]):
 
     def forget(self, names: Iterable[str]) -> None:
         """These parameters are gone; others may come under their names."""
+        self._count()
         for name in names:
             self._updated.discard(name)
             self._elsewhere.pop(name, None)
+            del self._counted[name]
             self._let_go(name)
         self._noted.clear()
+
+    def come_back(self, name: str, num_updates: int) -> None:
+        """A parameter that was gone has this name now, and had so many updates."""
+        self._counted[name] = num_updates
+
+    def _count(self) -> None:
+        """Counts updates up to now."""
+        self._counted.update(dict.fromkeys(self._with_gradient, self._num_updates - self._num_counted))
+        self._num_counted = self._num_updates
 
     def note(self, names: Iterable[str]) -> None:
         """These parameters have state on some rank."""
@@ -318,8 +350,8 @@ class StateView(MutableMapping[Any, Any]):
         """The class has updated the parameters in these buckets that have a gradient, as ``touched`` says."""
         noted = [touched[index] for index in changed]
         if noted != self._noted:
-            self._counted.update(dict.fromkeys(self._with_gradient, self._num_updates - self._num_counted))
-            self._noted, self._num_counted = [list(flags) for flags in noted], self._num_updates
+            self._count()
+            self._noted = [list(flags) for flags in noted]
             slots = [(s.name, flag) for index, flags in zip(changed, noted, strict=True)
                      for s, flag in zip(self.owner.runtime.plan.buckets[index].slots, flags, strict=True)]  # fmt: skip
             self._with_gradient = frozenset(name for name, is_touched in slots if is_touched)
