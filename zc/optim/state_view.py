@@ -141,7 +141,7 @@ class StateView(MutableMapping[Any, Any]):
     def _away(self, key: Any) -> dict[Any, Any] | None:
         """The state of a parameter that has left the model."""
         away = self.owner.away.get(key) if isinstance(key, Tensor) else None
-        return None if away is None else away.state  # type: ignore[no-any-return]
+        return None if away is None else away.state
 
     def _drop_away(self, key: Any) -> None:
         if self._away(key) is not None:
