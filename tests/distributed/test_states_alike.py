@@ -63,6 +63,17 @@ def _take_turns_as_a_whole(optimizer: Any, params: list[nn.Parameter], step: int
         optimizer.others, optimizer.state = optimizer.state, others
 
 
+def _keep_counts(optimizer: Any, params: list[nn.Parameter], step: int) -> None:
+    """Counts that the loop keeps go on, also from what it writes into one; what it adds to a state is in no other."""
+    state = optimizer.state
+    if step == 1:
+        optimizer.counts = [state[param]["step"] for param in params]
+        optimizer.counts[3].fill_(7.0)
+        state[params[0]]["mine"] = torch.zeros(3)
+    for param, count in zip(params, optimizer.counts, strict=True) if step == 4 else ():
+        state[param]["count"] = torch.full_like(param, float(count))
+
+
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": lambda params: torch.optim.AdamW(params, lr=0.01),
     "adafactor": lambda params: torch.optim.Adafactor(params, lr=0.01),  # whole parameters, each on one rank
@@ -99,7 +110,8 @@ def _compare(rank: int, world_size: int, name: str, edit: Any) -> tuple[Any, Any
 @pytest.mark.parametrize(
     ("name", "edit"),
     [("adamw", _nothing), ("adamw", _reset), ("adamw", _count_anew), ("adamw", _swap), ("adamw", _take_turns),
-     ("adamw", _take_turns_as_a_whole), ("adafactor", _nothing), ("adafactor", _take_turns)],
+     ("adamw", _take_turns_as_a_whole), ("adafactor", _nothing), ("adafactor", _take_turns), ("adamw", _keep_counts),
+     ("adafactor", _keep_counts)],
 )
 def test_ranks_see_states_alike(name: str, edit: Any) -> None:
     """A rank without a slice raised KeyError, and the others waited; or it showed another parameter's count."""

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor
 
+from zc import torch_private
 from zc.engine.memory_order import change_each, is_cut
 from zc.errors import ZcError
 from zc.optim.trials import SHAPE, states_of_trial, wrapped
@@ -83,6 +84,11 @@ class StateView(MutableMapping[Any, Any]):
         self._counted, self._num_counted = Counter[str](), 0
         self._trials: dict[int, dict[Any, Any]] = {}  # states of small data, by the number of dimensions
         self._num_updates = 0
+        self._added: dict[str, set[Any]] = {}  # keys that the caller has put into a state, and the class does not make
+        # Of parameters without a slice here, by name and key: the numbers that somebody holds, such as a count of
+        # steps, which go on as the class's own would; and their versions, by which a write into one shows
+        self._numbers: weakref.WeakValueDictionary[tuple[str, Any], Tensor] = weakref.WeakValueDictionary()
+        self._versions: dict[tuple[str, Any], int] = {}
 
     @property
     def owner(self) -> ShardedOptimizer:
@@ -214,6 +220,9 @@ class StateView(MutableMapping[Any, Any]):
         held = self._held.pop(name, None)
         if held is not None:
             held._view = None
+        self._added.pop(name, None)
+        for key in [key for key in self._numbers if key[0] == name]:
+            del self._numbers[key]
 
     def _kept(self, name: str) -> dict[Any, Any] | None:
         """The state of a parameter as the class has it, or would have it if it updated the parameter on this rank."""
@@ -224,7 +233,15 @@ class StateView(MutableMapping[Any, Any]):
             return kept
         if name in self._elsewhere or name not in self._updated:
             return self._elsewhere.get(name)
-        return self._like_others(name)
+        of_name = [(key, held) for (of, key), held in list(self._numbers.items()) if of == name]
+        written = {key: held.clone() for key, held in of_name
+                   if torch_private.version(held) != self._versions[name, key]}  # fmt: skip
+        items = self._like_others(name)
+        if items and written:
+            for key, value in written.items():
+                items[key].copy_(value)
+            self._elsewhere[name] = items
+        return items
 
     def _keep(self, name: str, items: dict[Any, Any]) -> dict[Any, Any]:
         own_slice = self.owner.slices.get(name)
@@ -235,6 +252,14 @@ class StateView(MutableMapping[Any, Any]):
         self._updated.add(name)
         return items
 
+    def _of_trial(self, num_dims: int) -> dict[Any, Any]:
+        """The state that the class makes of a parameter of so many dimensions, as far as that can be tried."""
+        if num_dims not in self._trials:
+            states = states_of_trial(self.owner.local, num_dims) if wrapped(self.owner.local) is None else []
+            self._trials[num_dims] = states[0] if states else {}
+        return self._trials[num_dims]
+
+    @torch.inference_mode(False)
     def _like_others(self, name: str) -> dict[Any, Any] | None:
         """Without elements, what the state of a slice has, of its group if there is one here; where parameters stay
         whole, a class may keep other things of a vector than of a matrix. It counts its own updates."""
@@ -245,18 +270,21 @@ class StateView(MutableMapping[Any, Any]):
         num_dims = params[name].dim()
         like = min(with_state, key=lambda other: params[other].dim() != num_dims, default=None)
         if like is not None and (params[like].dim() == num_dims or not owner.rule.whole):
-            items = _without_elements(state[owner.slices[like]], owner.slices[like].shape)
+            added = self._added.get(like, ())
+            own = {key: item for key, item in state[owner.slices[like]].items() if key not in added}
+            items = _without_elements(own, owner.slices[like].shape)
         else:
-            shape = SHAPE[:num_dims]
-            if num_dims not in self._trials:
-                states = states_of_trial(owner.local, num_dims) if wrapped(owner.local) is None else []
-                self._trials[num_dims] = states[0] if states else {}
-            items = _without_elements(self._trials[num_dims], torch.Size(shape))
+            items = _without_elements(self._of_trial(num_dims), torch.Size(SHAPE[:num_dims]))
         if "step" in items:
             of_like = state[owner.slices[like]].get("step", 0) if like is not None else 0
             more = self.num_updates_of(name) - (self.num_updates_of(like) if like is not None else 0)
             step = items["step"]
             items["step"] = torch.full_like(step, float(of_like + more)) if isinstance(step, Tensor) else of_like + more
+        for key, item in items.items() if name not in self._elsewhere else ():
+            if isinstance(item, Tensor) and item.dim() == 0:
+                items[key] = held = self._numbers.setdefault((name, key), item)
+                held.copy_(item)
+                self._versions[name, key] = torch_private.version(held)
         return items or None
 
     def num_updates_of(self, name: str) -> int:
@@ -278,6 +306,10 @@ class StateView(MutableMapping[Any, Any]):
         kept = self._kept(name)
         if kept is None or (name not in self.owner.slices and name not in self._elsewhere):
             kept = self._keep(name, kept or {})
+        if key not in kept and key not in self._of_trial(self.owner.runtime.params[name].dim()):
+            self._added.setdefault(name, set()).add(key)
+        for where in [where for where, held in self._numbers.items() if held is value]:
+            del self._numbers[where]  # it is one of this parameter's now
         kept[key] = self.owner.taken(name, value)
         return self._items_of(name)[key]
 
@@ -321,6 +353,8 @@ class StateView(MutableMapping[Any, Any]):
         for name in list(self._held):
             self._let_go(name)
         self._elsewhere.clear()
+        self._added.clear()
+        self._numbers.clear()
         self._updated = set(names)
 
     def forget(self, names: Iterable[str]) -> None:
@@ -359,20 +393,26 @@ class StateView(MutableMapping[Any, Any]):
         self._num_updates += 1
         for name in self._with_gradient & self._elsewhere.keys() if self._elsewhere else ():
             self._elsewhere[name] = _updated(self._elsewhere[name], self._like_others(name) or {})
+        self.refresh()
 
     def refresh(self) -> None:
         """The class's state may have changed: what the caller still holds shows it."""
+        for name in {name for name, _ in self._numbers} if self._numbers else ():
+            self._kept(name)
         for name, state in list(self._held.items()) if self._held else ():
             state.show(self._items_of(name))
 
 
+@torch.no_grad()
 def _updated(written: Mapping[Any, Any], kept: Mapping[Any, Any]) -> dict[Any, Any]:
     """What the caller has written for a parameter, after an update in which the class keeps ``kept``: a count of steps
-    goes on from the one that was written."""
+    goes on from the one that was written. Numbers change in place, as the class's own."""
     items = {**written, **kept}
-    if "step" in kept:
-        begun = written.get("step", torch.zeros_like(kept["step"]) if isinstance(kept["step"], Tensor) else 0)
-        items["step"] = begun + 1
+    for key, item in kept.items():
+        before = written.get(key, torch.zeros_like(item) if isinstance(item, Tensor) else 0)
+        now = before + 1 if key == "step" else item
+        is_number = isinstance(before, Tensor) and isinstance(now, Tensor) and before.dim() == now.dim() == 0
+        items[key] = before.copy_(now) if is_number else now
     return items
 
 
