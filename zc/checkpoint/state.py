@@ -10,7 +10,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zc.checkpoint.other_state import OTHER, TOGETHER, names_of, note_of, state_by_string, states_of_frozen, together
+from zc.checkpoint.other_state import (
+    OTHER,
+    TOGETHER,
+    frozen_keys,
+    names_of,
+    note_of,
+    state_by_string,
+    states_of_frozen,
+    together,
+)
 from zc.checkpoint.shards import ReadOnly, ShardOf, with_text_keys
 from zc.engine.memory_order import change_each, flattened, is_cut, values_in
 from zc.errors import CheckpointError, PlanError
@@ -176,8 +185,9 @@ def state_of(model: nn.Module, sharded_model: ShardedModel) -> dict[str, Any]:
     weights.update({name: _of_rank_0(rank, value) for name, value in others(model, sharded_model).items()})
     optimizer: dict[str, Any] = {"state": states, "param_groups": groups_of(sharded_model.optimizers)}
     for one in sharded_model.optimizers:
+        keys = frozen_keys(one)
         for name, state in states_of_frozen(one).items():
-            states[name] = {key: _of_rank_0(rank, value) for key, value in state.items()}
+            states[keys[name]] = {key: _of_rank_0(rank, value) for key, value in state.items()}
         by_string = state_by_string(one)
         if by_string:
             optimizer.setdefault(OTHER, {})[str(one.number)] = {f"rank_{rank}": by_string}
