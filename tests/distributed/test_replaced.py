@@ -94,6 +94,42 @@ def test_ranks_that_replace_other_parameters_get_an_error() -> None:
         assert "2.weight was replaced" in text
 
 
+def test_errors_have_the_names_of_now() -> None:
+    """They had those of before a layer was put into another module."""
+    torch.manual_seed(0)
+    model, x = mlp(depth=3), torch.ones(4, 16)
+    optimizer = torch.optim.Adam(model.parameters())
+    zc.compile(model, optimizer, backend="eager", param_dtype=torch.bfloat16)
+    model[2] = nn.Sequential(model[2])
+    zc.recompile(model)
+    param = model[2][0].weight
+
+    def train() -> None:
+        mean_square(model, (x.bfloat16(), x.bfloat16())).backward()
+        optimizer.step()
+
+    def steps_elsewhere() -> None:
+        param.data = torch.zeros(3)
+        optimizer.step()
+
+    train()
+    grad = param.grad
+    optimizer.zero_grad()
+    train()
+    wrong: list[Any] = [
+        lambda: grad.norm(),
+        lambda: param.grad.tolist(),
+        lambda: optimizer.state[param].update(exp_avg=torch.zeros(3)),
+        lambda: setattr(param, "grad", torch.zeros_like(param)) or optimizer.step(),
+        lambda: param.register_post_accumulate_grad_hook(print) and optimizer.zero_grad() or train(),
+        steps_elsewhere,
+    ]
+    for call in wrong:
+        with pytest.raises(zc.ZcError) as caught:
+            call()
+        assert "2.0.weight" in str(caught.value), caught.value
+
+
 def _refuse(rank: int, world_size: int, stage: int, folder: str) -> list[str]:
     model, optimizer = made(stage)
     errors = []

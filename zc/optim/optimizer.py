@@ -302,8 +302,8 @@ class ShardedOptimizer:
             return
         name = next(name for name, own_slice in self.slices.items() if own_slice.data_ptr() != self._places[name])
         raise ZcError(
-            f"{when} the .data of the optimizer's {name} was set to another tensor, and zc reads the one that "
-            "it gave: an optimizer has to update in place"
+            f"{when} the .data of the optimizer's {self.runtime.called(name)} was set to another tensor, and zc reads "
+            "the one that it gave: an optimizer has to update in place"
         )
 
     def _slice_state(
@@ -426,7 +426,8 @@ class ShardedOptimizer:
         for (name, where), (is_none, is_zero, is_left, is_edited) in touched:
             if (is_none or name in in_groups) and (is_zero or is_left):
                 raise ZcError(
-                    f"{type(self.optimizer).__name__} has set the gradient of {name} to None on some ranks, in a "
+                    f"{type(self.optimizer).__name__} has set the gradient of {self.runtime.called(name)} to None on "
+                    "some ranks, in a "
                     "method of its class, and kept it on others: let it clear gradients on all ranks or on none"
                 )
             if is_edited and self._shows_grads:
@@ -582,7 +583,8 @@ class ShardedOptimizer:
         for name, where in self._touched_in([bucket.index for bucket in self.buckets]) if edited else ():
             if where in edited and name not in self._absent:
                 raise ZcError(
-                    f"{type(self.optimizer).__name__} has changed the gradient of {name} in its last step, and "
+                    f"{type(self.optimizer).__name__} has changed the gradient of {self.runtime.called(name)} in its "
+                    "last step, and "
                     "the loop has not cleared it since: the rank that owns this parameter changed a copy, so this step "
                     "would use the gradient as it was before. Call optimizer.zero_grad() after each step(), or let the "
                     "class change a copy (grad = p.grad.clone())"

@@ -319,7 +319,8 @@ class StateView(MutableMapping[Any, Any]):
         for key, item in items.items():
             if isinstance(item, Tensor) and item.dim() and item.shape != shape and is_cut(key, before.get(key), shape):
                 raise ZcError(
-                    f"the state {key!r} of {name} was given a tensor of shape {tuple(item.shape)}, and the parameter "
+                    f"the state {key!r} of {self.owner.runtime.called(name)} was given a tensor of shape "
+                    f"{tuple(item.shape)}, and the parameter "
                     f"and the state of before have {tuple(shape)}: give it one of that shape"
                 )
 
