@@ -132,8 +132,8 @@ def put_back(s: Script) -> None:
     for step in range(8):
         if step == 2:
             replace(s, "2", new)
-        if step in (4, 6):
-            s.model[2] = old if step == 4 else new
+        if step in (3, 4, 6):
+            s.model[2] = {3: nn.Identity(), 4: old, 6: new}[step]
             for param in new.parameters() if step == 6 else ():
                 del s.optimizer.state[param]
             if s.is_zc:

@@ -116,12 +116,17 @@ def test_errors_have_the_names_of_now() -> None:
     grad = param.grad
     optimizer.zero_grad()
     train()
+    def has_a_hook() -> None:
+        optimizer.zero_grad()
+        param.register_post_accumulate_grad_hook(print)
+        train()
+
     wrong: list[Any] = [
         lambda: grad.norm(),
         lambda: param.grad.tolist(),
         lambda: optimizer.state[param].update(exp_avg=torch.zeros(3)),
         lambda: setattr(param, "grad", torch.zeros_like(param)) or optimizer.step(),
-        lambda: param.register_post_accumulate_grad_hook(print) and optimizer.zero_grad() or train(),
+        has_a_hook,
         steps_elsewhere,
     ]
     for call in wrong:

@@ -38,6 +38,11 @@ def _reset(optimizer: Any, params: list[nn.Parameter], step: int) -> None:
         optimizer.state[param] = {}
 
 
+def _clear(optimizer: Any, params: list[nn.Parameter], step: int) -> None:
+    if step == 2:
+        optimizer.state.clear()
+
+
 def _count_anew(optimizer: Any, params: list[nn.Parameter], step: int) -> None:
     for param in params if step == 2 else ():
         if param in optimizer.state:
@@ -109,9 +114,9 @@ def _compare(rank: int, world_size: int, name: str, edit: Any) -> tuple[Any, Any
 
 @pytest.mark.parametrize(
     ("name", "edit"),
-    [("adamw", _nothing), ("adamw", _reset), ("adamw", _count_anew), ("adamw", _swap), ("adamw", _take_turns),
-     ("adamw", _take_turns_as_a_whole), ("adafactor", _nothing), ("adafactor", _take_turns), ("adamw", _keep_counts),
-     ("adafactor", _keep_counts)],
+    [("adamw", _nothing), ("adamw", _reset), ("adamw", _clear), ("adamw", _count_anew), ("adamw", _swap),
+     ("adamw", _take_turns), ("adamw", _take_turns_as_a_whole), ("adamw", _keep_counts), ("adafactor", _nothing),
+     ("adafactor", _take_turns), ("adafactor", _keep_counts)],
 )
 def test_ranks_see_states_alike(name: str, edit: Any) -> None:
     """A rank without a slice raised KeyError, and the others waited; or it showed another parameter's count."""

@@ -485,9 +485,7 @@ class Runtime(Core):
                 self.params[names[where]].grad = self.sharded_grads[names[where]]
         if not values:
             return
-        if self.is_finished:
-            self.wait_for_host_memory()
-        else:
+        if not self.is_finished:
             self._drop(list(values), set_to_none=False)
         self.agreement.assign(values)
         for (bucket, slot), value in values.items():

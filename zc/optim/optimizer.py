@@ -201,7 +201,7 @@ class ShardedOptimizer:
         groups = self.optimizer.param_groups
         places = {id(p): (k, n) for k, group in enumerate(groups) for n, p in enumerate(group["params"])}
         for name, param in params.items():
-            is_own, has_state = id(param) in self._names, param in self.state
+            is_own, has_state = id(param) in self._names, self.state.has(name)
             own_slice = self.slices.pop(name, None)
             self._names.pop(id(param), None)
             self._places.pop(name, None)

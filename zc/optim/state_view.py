@@ -139,9 +139,7 @@ class StateView(MutableMapping[Any, Any]):
             self._drop_away(key)
             state.pop(key, None)
             return
-        self._let_go(name)
-        self._updated.discard(name)
-        self._elsewhere.pop(name, None)
+        self.forget([name])
         state.pop(self.owner.slices.get(name), None)
 
     def _away(self, key: Any) -> dict[Any, Any] | None:
@@ -357,9 +355,11 @@ class StateView(MutableMapping[Any, Any]):
         self._added.clear()
         self._numbers.clear()
         self._updated = set(names)
+        self._count()
+        self._noted.clear()  # the next update notes its parameters anew
 
     def forget(self, names: Iterable[str]) -> None:
-        """These parameters are gone; others may come under their names."""
+        """These parameters, or their states, are gone; others may come under their names."""
         self._count()
         for name in names:
             self._updated.discard(name)
@@ -376,6 +376,10 @@ class StateView(MutableMapping[Any, Any]):
         """Counts updates up to now."""
         self._counted.update(dict.fromkeys(self._with_gradient, self._num_updates - self._num_counted))
         self._num_counted = self._num_updates
+
+    def has(self, name: str) -> bool:
+        """Whether a parameter has state on some rank, as far as this one knows."""
+        return name in self._updated
 
     def note(self, names: Iterable[str]) -> None:
         """These parameters have state on some rank."""
