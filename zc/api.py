@@ -289,12 +289,13 @@ def recompile(model: nn.Module) -> None:
     this call.
 
     A parameter that has replaced another one under its name (a new layer, a resized embedding) is a new one. One that
-    the model lacks now loses its place, leaves the optimizer's groups, and is a plain tensor with its last values;
-    checkpoints leave it out. The old place in a bucket is not used again; `close` and `compile` make a plan without it.
-    Each rank keeps its elements of the optimizer state while the program has the parameter. If it comes back, this call
-    returns it to its group, unless it has one by then, with its state, for which ranks exchange it whole, one parameter
-    at a time. ``del optimizer.state[param]``, on all ranks, has it begin anew. Parameters that have another name now or
-    are tied keep their place and state: checkpoints have the names of now.
+    the model lacks now loses its place and its gradient, leaves the optimizer's groups, and is a plain tensor with its
+    last values; no update reaches it, and checkpoints leave it out. The old place in a bucket is not used again;
+    `close` and `compile` make a plan without it. Each rank keeps its elements of the optimizer state while the program
+    has the parameter. If it comes back, this call returns it to its group, unless it has one by then, with its state,
+    for which ranks exchange it whole, one parameter at a time. ``del optimizer.state[param]``, on all ranks, has it
+    begin anew. Parameters that have another name now or are tied keep their place and state: checkpoints have the
+    names of now.
 
     Raises:
         PlanError, TypeError: as `compile`; nothing has changed. RankMismatchError: ranks differ in what is trainable.
