@@ -304,7 +304,8 @@ class StateView(MutableMapping[Any, Any]):
         kept = self._kept(name)
         if kept is None or (name not in self.owner.slices and name not in self._elsewhere):
             kept = self._keep(name, kept or {})
-        if key not in kept and key not in self._of_trial(self.owner.runtime.params[name].dim()):
+        made = self._of_trial(self.owner.runtime.params[name].dim()) if key not in kept else {}
+        if made and key not in made:  # without a trial, what a caller exchanges is the class's, too
             self._added.setdefault(name, set()).add(key)
         for where in [where for where, held in self._numbers.items() if held is value]:
             del self._numbers[where]  # it is one of this parameter's now
