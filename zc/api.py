@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -288,10 +288,14 @@ def recompile(model: nn.Module) -> None:
     One optimizer must hold the new parameters: from its construction on, or by ``optimizer.add_param_group`` before
     this call.
 
-    A parameter that has replaced another one under its name (a new layer, a resized embedding) is a new one. The old
-    one loses its place and its optimizer state, and stays a plain tensor with its last values. The old place in a
-    bucket is not used again; `close` and `compile` make a plan without it. Parameters that have another name now, or
-    are tied, keep their place and state: checkpoints have the names of now.
+    A parameter that has replaced another one under its name (a new layer, a resized embedding) is a new one. One that
+    the model lacks now loses its place and its gradient, leaves the optimizer's groups, and is a plain tensor with its
+    last values; no update reaches it, and checkpoints leave it out. The old place in a bucket is not used again;
+    `close` and `compile` make a plan without it. Each rank keeps its elements of the optimizer state while the program
+    has the parameter. If it comes back, this call returns it to its group, unless it has one by then, with its state,
+    for which ranks exchange it whole, one parameter at a time. ``del optimizer.state[param]``, on all ranks, has it
+    begin anew. Parameters that have another name now or are tied keep their place and state: checkpoints have the
+    names of now.
 
     Raises:
         PlanError, TypeError: as `compile`; nothing has changed. RankMismatchError: ranks differ in what is trainable.
@@ -303,29 +307,33 @@ def recompile(model: nn.Module) -> None:
 
 def _recompile(model: nn.Module, compiled: ShardedModel) -> None:
     runtime, config, ranks = compiled.runtime, compiled.runtime.config, compiled.runtime.group
-    with ranks.refuse_together():
-        left = _replaced(model, runtime)
-        trained_before = {id(param) for param in runtime.params.values()}
-        new = {n: p for n, p in trainable(model).items() if id(p) not in trained_before}
-        if (new or left) and config.offload is not None:
-            raise PlanError(
-                f"zc.recompile does not work with offload={config.offload!r} yet: unfreeze all parameters before "
-                "zc.compile"
-            )
-        optimizers = tuple(sharded_optimizer.optimizer for sharded_optimizer in compiled.optimizers)
-        check_shared(model, new)
-        check_added(model, new, optimizers, runtime.plan.buckets[0].device)
-        planned = {id(param): name for name, param in runtime.placed.items()}  # frozen ones in shards
-        staying = runtime.placed.keys() - left.keys()
-        params = {planned.get(id(p), f"{n} (new)" if n in staying else n): p for n, p in new.items()}
-        rules = tuple(sharded_optimizer.rule for sharded_optimizer in compiled.optimizers)
-        added = Assignment(compiled.container, optimizers, rules, params, owners_of(params, optimizers))
-        plan = _longer_plan(model, runtime.plan.without(left), added, config, ranks)
-    ranks.same_everywhere(
-        "the set of trainable parameters",
-        [*fingerprint(model, config, added), *(f"{name} was replaced" for name in left)],
-        "Freeze, unfreeze and replace the same parameters on all ranks",
-    )
+    with contextlib.ExitStack() as undo:
+        with ranks.refuse_together():
+            left = _gone(model, runtime)
+            trained_before = {id(param) for param in runtime.params.values()}
+            new = {n: p for n, p in trainable(model).items() if id(p) not in trained_before}
+            for one in compiled.optimizers:
+                undo.callback(one.put_back(new.values()))
+            if (new or left) and config.offload is not None:
+                raise PlanError(
+                    f"zc.recompile does not work with offload={config.offload!r} yet: unfreeze all parameters before "
+                    "zc.compile"
+                )
+            optimizers = tuple(sharded_optimizer.optimizer for sharded_optimizer in compiled.optimizers)
+            check_shared(model, new)
+            check_added(model, new, optimizers, runtime.plan.buckets[0].device)
+            planned = {id(param): name for name, param in runtime.placed.items()}  # frozen ones in shards
+            staying = runtime.placed.keys() - left.keys()
+            params = {planned.get(id(p)) or _free(n, staying): p for n, p in new.items()}
+            rules = tuple(sharded_optimizer.rule for sharded_optimizer in compiled.optimizers)
+            added = Assignment(compiled.container, optimizers, rules, params, owners_of(params, optimizers))
+            plan = _longer_plan(model, runtime.plan.without(left), added, config, ranks)
+        ranks.same_everywhere(
+            "the set of trainable parameters",
+            [*fingerprint(model, config, added), *(f"{name} was replaced" for name in left)],
+            "Freeze, unfreeze and replace the same parameters on all ranks",
+        )
+        undo.pop_all()
     if not params and not left:
         find_again(runtime)
         guards.remember_names(model, runtime)
@@ -353,21 +361,22 @@ def _recompile(model: nn.Module, compiled: ShardedModel) -> None:
     guards.remember_names(model, runtime)
 
 
-def _replaced(model: nn.Module, runtime: Runtime) -> dict[str, nn.Parameter]:
-    """Those of the plan that the model lacks, and whose names other parameters have now."""
-    placed, in_block = runtime.placed, Blocks(runtime, runtime.plan.kinds).split
-    names = {id(param): name for name, param in model.named_parameters()}
+def _gone(model: nn.Module, runtime: Runtime) -> dict[str, nn.Parameter]:
+    """Those of the plan that the model lacks; with offload only those whose names others have, which is refused."""
+    ids = {id(param) for param in model.parameters()}
+    gone = {name: param for name, param in runtime.placed.items() if id(param) not in ids}
+    if runtime.plan.offload is None:
+        return gone
     now = dict(model.named_parameters(remove_duplicate=False))
-    in_plan = {id(param) for param in placed.values()}
-    for name, param in placed.items():
-        other = now.get(name, param)
-        is_new = other.requires_grad and id(other) not in in_plan
-        if id(param) in names and is_new and (in_block(name) or f"{name} (new)" in placed):
-            raise PlanError(
-                f"parameter {name} is called {names[id(param)]} now, and another one, new, is called {name}: the plan "
-                "has one of that name. Give the new one another name, or call zc.close(model) and compile again"
-            )
-    return {name: param for name, param in placed.items() if id(param) not in names and name in now}
+    return {name: param for name, param in gone.items() if name in now}
+
+
+def _free(name: str, names: Collection[str]) -> str:
+    """A name for a new parameter, where the plan has another one under its name. It is in no block: a new layer or
+    block stands in its place in the model, and is compiled with what stands around blocks."""
+    while name in names:
+        name = f"(new) {name}"
+    return name
 
 
 def _longer_plan(model: nn.Module, plan: Plan, added: Assignment, config: Config, ranks: Group) -> Plan:

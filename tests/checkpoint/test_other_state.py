@@ -151,6 +151,31 @@ def test_a_parameter_that_is_frozen_on_one_side_only(world_size: int, tmp_path: 
         torch.testing.assert_close(weights, wanted, rtol=1e-5, atol=1e-6)
 
 
+def _with_two() -> tuple[nn.Module, list[Optimizer]]:
+    model = _model()
+    model[0].requires_grad_(False)
+    params = [[*model[0].parameters(), *model[k].parameters()] for k in (2, 4)]
+    optimizers = [Adagrad(of_one, lr=0.1, initial_accumulator_value=float(k)) for k, of_one in enumerate(params)]
+    zc.compile(model, optimizers, backend="eager")
+    return model, optimizers
+
+
+@pytest.mark.parametrize("way", ["zc.save", "zc.state_dict", "zc.full_optimizer_state"])
+def test_two_optimizers_have_states_of_one_frozen_parameter(way: str, tmp_path: Path) -> None:
+    """Both got the second one's."""
+    (model, optimizers), (other, others) = _with_two(), _with_two()
+    for of_other in (one.state[other[0].weight]["sum"] for one in others):
+        of_other.fill_(7.0)
+    if way == "zc.save":
+        zc.save(tmp_path / "ck", model, optimizers)
+        zc.load(tmp_path / "ck", other, others)
+    else:
+        state = zc.state_dict(model, optimizers)
+        whole = state if way == "zc.state_dict" else {**state, "optimizer": zc.full_optimizer_state(model, optimizers)}
+        zc.load_state_dict(other, others, whole)
+    assert [float(one.state[other[0].weight]["sum"].mean()) for one in others] == [0.0, 1.0]
+
+
 class Counting(Optimizer):
     """SGD whose rate falls with a count of its own, under a string; ``stacks``: with one momentum for a group there. It
     grows with an attribute, which `state_dict` has (StableSPAM's total_step)."""

@@ -25,14 +25,6 @@ def replace(s: Script, path: str, module: nn.Module, **group: Any) -> None:
         zc.recompile(s.model)
 
 
-def forget(s: Script, module: nn.Module) -> None:
-    """A plain optimizer keeps parameters that the model has lost; zc.recompile has taken them out."""
-    for param in () if s.is_zc else module.parameters():
-        s.optimizer.state.pop(param, None)
-        for group in s.optimizer.param_groups:
-            group["params"] = [other for other in group["params"] if other is not param]
-
-
 def _linear(seed: int, out: int = DIM) -> nn.Linear:
     torch.manual_seed(seed)
     return nn.Linear(DIM, out)
@@ -133,15 +125,19 @@ def tensor_replaced(s: Script) -> None:
         s.update()
 
 
-@row(4, "a layer replaced, and put back later", make=lambda: mlp(depth=3))
+@row(4, "a layer replaced, and put back later", make=lambda: mlp(depth=3), options={"bucket_nbytes": 1500})
 def put_back(s: Script) -> None:
-    old = s.model[2]
-    for step in range(6):
+    """By then ranks have other elements of it, and its state is whole once more. The other one begins anew."""
+    old, new = s.model[2], _linear(7)
+    for step in range(8):
         if step == 2:
-            replace(s, "2", _linear(7))
-        if step == 4:
-            forget(s, old)
-            replace(s, "2", old)
+            replace(s, "2", new)
+        if step in (3, 4, 6):
+            s.model[2] = {3: nn.Identity(), 4: old, 6: new}[step]
+            for param in new.parameters() if step == 6 else ():
+                del s.optimizer.state[param]
+            if s.is_zc:
+                zc.recompile(s.model)
         s.loss(step).backward()
         s.update()
 

@@ -328,11 +328,16 @@ def _until(path: Path) -> None:
 
 def _drops_and_idles(rank: int, world_size: int, how: str, folder: str) -> str:
     """Job: rank 0 has a backward less, drops its model, and idles until rank 1 has its error. Python's collector alone
-    can free the model: it is in a cycle, or a stream still has a task of it when the program calls the collector."""
+    can free the model: it is in a cycle, or a stream still has a task of it when the program calls the collector. Or it
+    keeps the model, and destroys the group."""
     with environment(ZC_RANK_TIMEOUT="4"):
         model, optimizer = trained(rank)
     done, text = Path(folder, "done"), ""
-    if rank == 0:
+    if rank == 0 and how == "group":
+        dist.destroy_process_group()
+        _until(done)
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # for the harness
+    elif rank == 0:
         of_model, may_end = weakref.ref(model), threading.Event()
         if how == "stream":
             runtime = zc.registry.sharded(model).runtime
@@ -357,11 +362,12 @@ def _drops_and_idles(rank: int, world_size: int, how: str, folder: str) -> str:
     return text
 
 
-@pytest.mark.parametrize("how", ["cycle", "stream"])
-def test_a_model_that_was_dropped_and_not_collected_keeps_nobody_waiting(how: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["cycle", "stream", "group"])
+def test_a_rank_that_idles_without_its_model_or_group_keeps_nobody_waiting(how: str, tmp_path: Path) -> None:
     """The second is program 730077 of the fuzzer: rank 1 waited without end."""
     text = run_ranks(_drops_and_idles, 2, how, str(tmp_path), timeout=60.0)[1]
-    assert "RankLostError: rank 0" in text and "it closed or dropped its compiled model" in text, text
+    why = "has called torch.distributed.destroy_process_group()" if how == "group" else "it closed or dropped its"
+    assert "RankLostError: rank 0" in text and why in text, text
 
 
 def _raises_and_idles(rank: int, world_size: int, folder: str) -> str:

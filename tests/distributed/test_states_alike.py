@@ -38,6 +38,11 @@ def _reset(optimizer: Any, params: list[nn.Parameter], step: int) -> None:
         optimizer.state[param] = {}
 
 
+def _clear(optimizer: Any, params: list[nn.Parameter], step: int) -> None:
+    if step == 2:
+        optimizer.state.clear()
+
+
 def _count_anew(optimizer: Any, params: list[nn.Parameter], step: int) -> None:
     for param in params if step == 2 else ():
         if param in optimizer.state:
@@ -66,6 +71,17 @@ def _take_turns_as_a_whole(optimizer: Any, params: list[nn.Parameter], step: int
     if step in (1, 3):
         others = vars(optimizer).setdefault("others", defaultdict(dict))
         optimizer.others, optimizer.state = optimizer.state, others
+
+
+def _keep_counts(optimizer: Any, params: list[nn.Parameter], step: int) -> None:
+    """Counts that the loop keeps go on, also from what it writes into one; what it adds to a state is in no other."""
+    state = optimizer.state
+    if step == 1:
+        optimizer.counts = [state[param]["step"] for param in params]
+        optimizer.counts[3].fill_(7.0)
+        state[params[0]]["mine"] = torch.zeros(3)
+    for param, count in zip(params, optimizer.counts, strict=True) if step == 4 else ():
+        state[param]["count"] = torch.full_like(param, float(count))
 
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -103,8 +119,9 @@ def _compare(rank: int, world_size: int, name: str, edit: Any) -> tuple[Any, Any
 
 @pytest.mark.parametrize(
     ("name", "edit"),
-    [("adamw", _nothing), ("adamw", _reset), ("adamw", _count_anew), ("adamw", _delete), ("adamw", _swap),
-     ("adamw", _take_turns), ("adamw", _take_turns_as_a_whole), ("adafactor", _nothing), ("adafactor", _take_turns)],
+    [("adamw", _nothing), ("adamw", _reset), ("adamw", _clear), ("adamw", _count_anew), ("adamw", _delete),
+     ("adamw", _swap), ("adamw", _take_turns), ("adamw", _take_turns_as_a_whole), ("adamw", _keep_counts),
+     ("adafactor", _nothing), ("adafactor", _take_turns), ("adafactor", _keep_counts)],
 )
 def test_ranks_see_states_alike(name: str, edit: Any) -> None:
     """A rank without a slice raised KeyError, and the others waited; or it showed another parameter's count."""

@@ -21,6 +21,7 @@ BRANCHES_2, BRANCHES_3 = (Scenario(stage, model="branches", options=ONE) for sta
 OFFLOAD_2, OFFLOAD_3 = (Scenario(stage, model="mlp", options=HOST, clips="", late={"side": 2000}) for stage in (2, 3))
 GATHERS = Scenario(2, model="mlp", options=OVERLAP)
 DROPPED = Scenario(2, model="mlp", loop="dropped", late={"group": 2000})
+BY_HAND = Scenario(2, model="mlp", loop="by hand", options=HOST, clips="", late={"side": 2000})
 UPDATE_ON_A_SIDE = Scenario(2, model="mlp", loop="update on a side")
 
 
@@ -107,6 +108,14 @@ MUTANTS: Sequence[Mutant] = (
         "masters are read before they are there", "zc.engine.core", "def wait_for_host_memory(self) -> None:",
         "def wait_for_host_memory(self) -> None:\n        return\n\n    def _unused(self) -> None:",
         Scenario(2, model="mlp", options=HOST, late={"side": 2000}),
+    ),
+    *(
+        Mutant(f"{name} while copies to host memory run", RUNTIME, old, new, BY_HAND)
+        for name, old, new in (
+            ("a boundary adds values", "self.wait_for_host_memory()\n        if self.acc", "pass\n        if self.acc"),
+            ("one gradient goes", "forget_boundary()\n        self.wait_for_host_memory()", "forget_boundary()"),
+            ("zeros come", "        if not set_to_none:\n            self.wait_for_host_memory()\n", ""),
+        )
     ),
     Mutant(
         "nobody waits for a collective", "zc.ranks.exchanges",

@@ -149,10 +149,11 @@ def _reference(model: nn.Module, case: Any, world_size: int, scenario: Scenario)
     """The parameters that plain PyTorch trains from all ranks' batches, on the CPU."""
     optimizer = _optimizer(model.parameters())
     for step in range(scenario.num_steps):
-        for rank in range(world_size):
-            for microbatch in range(scenario.num_microbatches):
+        for microbatch in range(scenario.num_microbatches):
+            for rank in range(world_size):
                 loss = case.loss(model, case.batch(rank, step, microbatch)) + _penalty(scenario, model)
                 (loss / world_size).backward()
+            _edit(scenario, model, step, microbatch)
         if scenario.clips:
             nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
@@ -163,6 +164,18 @@ def _reference(model: nn.Module, case: Any, world_size: int, scenario: Scenario)
 def _penalty(scenario: Scenario, model: nn.Module) -> Any:
     """Of weights that the forward does not read."""
     return 0.01 * model.second.weight.square().sum() if scenario.loop == "penalty" else 0.0  # type: ignore[operator, union-attr]
+
+
+def _edit(scenario: Scenario, model: nn.Module, step: int, microbatch: int) -> None:
+    """What the loop "by hand" does to gradients after a microbatch."""
+    if scenario.loop != "by hand":
+        return
+    first, second, *_ = model.parameters()
+    if microbatch == 0:
+        assert first.grad is not None
+        first.grad = first.grad * 0.5
+    elif step % 2:
+        second.grad = None
 
 
 class _Loop:
@@ -190,6 +203,7 @@ class _Loop:
             skips = self.kind == "no_sync" and microbatch < last
             with zc.no_sync(self.model) if skips else contextlib.nullcontext():
                 self._forward_and_backward(batch)
+            _edit(self.scenario, self.model, step, microbatch)
         # plain PyTorch's zero_grad queues nothing, so there is no need to order its stream
         is_apart = self.kind == "update on a side"
         with self._on(self.side if is_apart else None):
@@ -203,10 +217,10 @@ class _Loop:
                     self.optimizer.step()
             with simulated.phase("zero_grad"), self.third if is_apart else contextlib.nullcontext():
                 self.optimizer.zero_grad()
-        if self.kind == "cleared between":
+        if self.kind in ("cleared between", "by hand"):
             self._forward_and_backward(batch)
             with simulated.phase("zero_grad"):
-                self.optimizer.zero_grad()
+                self.optimizer.zero_grad(set_to_none=self.kind != "by hand")
         if self.kind == "evaluation":
             with simulated.phase("evaluation"), torch.no_grad():
                 with self._on(self.side):

@@ -18,7 +18,8 @@ pytestmark = [needs_device, pytest.mark.filterwarnings("ignore")]
 
 HOST, OVERLAP = {"offload": "cpu"}, {"overlap_gather": True}
 ONE = {"bucket_nbytes": 100_000}  # one bucket
-OTHERS = ("no_sync", "evaluation", "state", "scaler", "closed", "dropped", "cleared between", "norms on two streams")
+OTHERS = ("no_sync", "evaluation", "state", "scaler", "closed", "dropped", "cleared between", "norms on two streams",
+          "by hand")  # fmt: skip
 BF16 = {"param_dtype": torch.bfloat16}
 # Where zc's streams allocate: a sum of bf16 rows that is added to another one, and no kernel of Triton's.
 NARROW = {("backward", "")}
@@ -42,6 +43,7 @@ COVER: dict[int, list[Scenario]] = {
         Scenario(stage=2, options=HOST, loop="forward on a side", clips="zc"),
         Scenario(stage=2, model="branches", loop="update on a side", late={"high": 1000}),
         Scenario(stage=2, loop="dropped", late={"group": 1000}),
+        Scenario(stage=2, model="mlp", loop="by hand", options=HOST, clips="", late={"side": 2000}),
         Scenario(stage=3, model="clamped", late={"default": 300}),
         Scenario(stage=3, model="mlp", loop="all on a side", is_other=True, late={"default": 300}),
         Scenario(stage=3, backend="aot_eager", model="mlp", loop="evaluation", options=BF16, late={"group": 1000}),

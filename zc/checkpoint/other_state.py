@@ -8,6 +8,7 @@ may belong to several parameters, such as a momentum stacked under a group's fir
 that stores it, and the checkpoint also lists the parameters that each rank updates::
 
     optimizer.state.<name>.<key>                     of a frozen parameter, as rank 0 has it
+    optimizer.state.<name> (<number>).<key>          the same of another optimizer that has it, too, by its number
     optimizer.other.<number>.rank_<r>.<key>          under strings, of each rank, by the optimizer's number
     optimizer.own.<number>.<key>                     what the class adds to ``state_dict()``, as rank 0 has it
     optimizer.together.<number>                      [["a", "c"], ["b", "d"]]: rank 0 updates a and c
@@ -44,6 +45,13 @@ def frozen_of(one: ShardedOptimizer) -> dict[str, Tensor]:
     """The frozen parameters in this optimizer's groups, by name."""
     names = names_of(one)
     return {names[id(m)]: m for members in one.members for m in members if isinstance(m, Tensor) and id(m) in names}
+
+
+def frozen_keys(one: ShardedOptimizer) -> dict[str, str]:
+    """The names of `frozen_of`, each with that under which a checkpoint has this optimizer's state of it."""
+    before = one.grad_shards.optimizers[: one.number]
+    in_others = {id(param) for other in before for group in other.param_groups for param in group["params"]}
+    return {n: f"{n} ({one.number})" if id(param) in in_others else n for n, param in frozen_of(one).items()}
 
 
 def states_of_frozen(one: ShardedOptimizer) -> dict[str, dict[str, Any]]:

@@ -31,6 +31,7 @@ from zc.checkpoint.other_state import (
     PART_KEY,
     TOGETHER,
     check_together,
+    frozen_keys,
     frozen_of,
     members_of,
     own_part,
@@ -141,6 +142,7 @@ def add_plain_optimizer(
     names = {k: name for theirs, ours in both for k, name in zip(theirs["params"], ours["params"], strict=True)}
     known = {m for each in optimizers for m in (*members_of(each), *frozen_of(each))}
     has_numbers = len(optimizers) == 1 and all(isinstance(key, int) for key in names)
+    keys = frozen_keys(one) if one is not None else {}
     entries: dict[Path, Any] = {}
     by_string: dict[str, Any] = {}
     for key, items in state["state"].items():
@@ -148,6 +150,7 @@ def add_plain_optimizer(
             by_string[key] = items
             continue
         name = names.get(key, _bare(key, known) if isinstance(key, str) else key)
+        name = keys.get(name, name)
         target.with_state.add(name)
         entries.update({("optimizer", "state", name, option): value for option, value in items.items()})
     by_number = dict(state.get(OTHER, {}))  # of `zc.state_dict`
@@ -270,7 +273,8 @@ def _cut(sharded_model: ShardedModel, one: ShardedOptimizer, state: dict[str, An
     both = zip(state["param_groups"], one.local.param_groups, strict=True)
     numbers, groups = numbered({**saved, "params": [id(p) for p in ours["params"]]} for saved, ours in both)
     local: dict[Any, Any] = dict(by_string)
-    mine, frozen = owned(sharded_model), frozen_of(one)
+    mine, keys = owned(sharded_model), frozen_keys(one)
+    frozen = {keys[name]: param for name, param in frozen_of(one).items()}
     for name, values in target.by_name("optimizer", "state").items():
 
         def own_elements(_: Any, value: Any, name: str = name) -> Any:

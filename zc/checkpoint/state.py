@@ -14,6 +14,7 @@ from zc.checkpoint.other_state import (
     OTHER,
     OWN,
     TOGETHER,
+    frozen_keys,
     names_of,
     note_of,
     own_entries,
@@ -186,8 +187,9 @@ def state_of(model: nn.Module, sharded_model: ShardedModel) -> dict[str, Any]:
     weights.update({name: _of_rank_0(rank, value) for name, value in others(model, sharded_model).items()})
     optimizer: dict[str, Any] = {"state": states, "param_groups": groups_of(sharded_model.optimizers)}
     for one in sharded_model.optimizers:
+        keys = frozen_keys(one)
         for name, state in states_of_frozen(one).items():
-            states[name] = {key: _of_rank_0(rank, value) for key, value in state.items()}
+            states[keys[name]] = {key: _of_rank_0(rank, value) for key, value in state.items()}
         by_string = state_by_string(one)
         if by_string:
             optimizer.setdefault(OTHER, {})[str(one.number)] = {f"rank_{rank}": by_string}

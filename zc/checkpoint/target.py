@@ -26,7 +26,16 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.optim import Optimizer
 
 from zc import torch_private
-from zc.checkpoint.other_state import OTHER, OWN, TOGETHER, check_together, frozen_of, members_of, take_own_entries
+from zc.checkpoint.other_state import (
+    OTHER,
+    OWN,
+    TOGETHER,
+    check_together,
+    frozen_keys,
+    frozen_of,
+    members_of,
+    take_own_entries,
+)
 from zc.checkpoint.shards import ReadOnly, ShardOf, own_key, with_own_keys
 from zc.checkpoint.state import (
     Owned,
@@ -169,7 +178,7 @@ def add_optimizers(
     to no parameter of theirs, or can't be cut."""
     where, own_rank = target.where, f"rank_{sharded_model.runtime.group.rank}"
     mine = {name: own for name, own in trained(sharded_model).items() if own.optimizer in optimizers}
-    frozen = {name for one in optimizers for name in frozen_of(one)}
+    frozen = {key for one in optimizers for key in frozen_keys(one).values()}
     ranks_with_others = {(path[2], path[3]) for path in entries if path[:2] == ("optimizer", OTHER)}
     for path, value in entries.items():
         kind = path[1] if path[0] == "optimizer" else None
@@ -379,10 +388,10 @@ def commit(model: nn.Module, sharded_model: ShardedModel, target: Target) -> Non
 
 def _commit_others(one: ShardedOptimizer, target: Target, states: Mapping[str, dict[str, Any]]) -> None:
     """Frozen parameters without state in the checkpoint keep theirs: the optimizer's ``__init__`` may have made it."""
-    state = one.state_of_class
+    state, keys = one.state_of_class, frozen_keys(one)
     for name, param in frozen_of(one).items():
-        if name in states:
-            state[param] = _placed(states[name], param, one.local)
+        if (saved := states.get(keys[name])) is not None:
+            state[param] = _placed(saved, param, one.local)
     if target.has_optimizer:
         for key in [key for key in state if isinstance(key, str)]:
             del state[key]

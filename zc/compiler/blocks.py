@@ -135,8 +135,8 @@ def compile_blocks(
 
 
 def find_again(runtime: Runtime) -> None:
-    """The blocks have other parameters now. Where weights are sharded, one that has those of several blocks runs op by
-    op: the graph of its kind takes one block's."""
+    """The blocks have other parameters now. Where weights are sharded, one that has those of several blocks, or others
+    beside its own, runs op by op: the graph of its kind takes one block's."""
     names = {id(param): name for name, param in runtime.placed.items()}
     split = Blocks(runtime, runtime.plan.kinds).split
     for block_ref, places in runtime.block_places:
@@ -144,8 +144,8 @@ def find_again(runtime: Runtime) -> None:
         if block is None:
             continue
         places[:] = torch_private.places_of_params(block)
-        parts = [split(names.get(id(param))) for _, _, param in places]
-        members = sorted({part[0] for part in parts if part is not None})
+        parts = [split(names[id(param)]) for _, _, param in places if id(param) in names]
+        members = sorted({"no block" if part is None else part[0] for part in parts})
         if len(members) > 1 and runtime.plan.sharded:
             runtime.say_once(f"a block has parameters of {' and '.join(members)} now, and runs op by op")
             places.append(({}, "", places[0][2]))  # never found there: see `_run`

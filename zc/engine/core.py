@@ -231,6 +231,10 @@ class Core:
         names = self.names() if self.names is not None else None
         return names.now() if names is not None else {id(param): name for name, param in self.placed.items()}
 
+    def called(self, name: str) -> str:
+        """What the model calls a parameter now, for errors. ``name`` is the plan's."""
+        return self.names_now().get(id(self.placed.get(name)), name)
+
     def check_names(self) -> None:
         """Raises ZcError if another parameter has replaced one of the plan's."""
         names = self.names() if self.names is not None else None

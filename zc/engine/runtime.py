@@ -166,7 +166,7 @@ class Runtime(Core):
             self._phase = Phase.OPEN
         if not self.backwards.has_begun():
             self.streams.clock.phase("backward")
-            param_checks.refuse_accumulate_hooks(self.params)
+            param_checks.refuse_accumulate_hooks(self.params, self.called)
             drop_failed()
             self._cleared_since_failure.clear()
             if not self.backwards.is_any_open:  # a backward around this one has not shown its own gradients yet
@@ -231,12 +231,12 @@ class Runtime(Core):
         name = self.plan.buckets[bucket].slots[slot].name
         if self.listener.is_value(name, grad):
             raise UncoveredGradientError(
-                f"a backward went through the param.grad of {name}, which is sharded over ranks and a mean over them "
-                "already: use param.grad.full_tensor() in a loss"
+                f"a backward went through the param.grad of {self.called(name)}, which is sharded over ranks and a "
+                "mean over them already: use param.grad.full_tensor() in a loss"
             )
         if grad.is_sparse or grad.is_complex():
             raise UncoveredGradientError(
-                f"the gradient of {name} is {grad.layout} {grad.dtype}: zc takes dense real ones"
+                f"the gradient of {self.called(name)} is {grad.layout} {grad.dtype}: zc takes dense real ones"
             )
         self.begin_backward()
         self.ledger.step.hooks[bucket, slot] += 1
@@ -430,7 +430,8 @@ class Runtime(Core):
         if is_boundary and (assigned or self.frozen):
             names = [self.plan.buckets[bucket].slots[slot].name for bucket, slot in assigned]
             with torch_private.without_torch_function():
-                param_checks.check({name: self.params[name] for name in names}, self.frozen, self.listener.is_value)
+                params = {name: self.params[name] for name in names}
+                param_checks.check(params, self.frozen, self.listener.is_value, self.called)
         num_others = sum(map(sum, flags)) - len(cleared) + sum(not flags[bucket][slot] for bucket, slot in assigned)
         has_failed = self._phase is Phase.FAILED
         if num_others == 0 and (cleared or has_failed):
@@ -461,9 +462,9 @@ class Runtime(Core):
             grad = self.params[name].grad
             if grad is not None and self.listener.is_value(name, grad):
                 raise ZcError(
-                    f"a value was assigned to param.grad of {name} between zc.count and the end of the update's last "
-                    "microbatch, and would be divided by the tokens as well: assign what is made of the finished "
-                    "gradients, after a read of one"
+                    f"a value was assigned to param.grad of {self.called(name)} between zc.count and the end of the "
+                    "update's last microbatch, and would be divided by the tokens as well: assign what is made of the "
+                    "finished gradients, after a read of one"
                 )
 
     def _changes(self) -> param_checks.Changes:
@@ -484,9 +485,7 @@ class Runtime(Core):
                 self.params[names[where]].grad = self.sharded_grads[names[where]]
         if not values:
             return
-        if self.is_finished:
-            self.wait_for_host_memory()
-        else:
+        if not self.is_finished:
             self._drop(list(values), set_to_none=False)
         self.agreement.assign(values)
         for (bucket, slot), value in values.items():

@@ -19,19 +19,20 @@ import functools
 import itertools
 import weakref
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
-from operator import eq
+from operator import eq, itemgetter
 from types import MethodType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
 
 from zc import torch_private
-from zc.engine.memory_order import change_each, flattened, in_shape, is_cut
+from zc.engine.memory_order import change_each, flattened, in_shape, is_cut, values_in
 from zc.errors import PlanError, ZcError
 from zc.optim.assignment import is_known
 from zc.optim.class_methods import candidates, may_zero, mentions, on_slices
@@ -55,6 +56,18 @@ if TYPE_CHECKING:
 _MOST_SENT = 64  # elements of a tensor among the options of a group
 
 
+class Away(NamedTuple):
+    """What an optimizer keeps of a parameter that has left the model, for as long as the program has the parameter:
+    PyTorch's would have its state when it comes back."""
+
+    group: int
+    position: int  # in the group
+    state: dict[Any, Any] | None  # of this rank's elements; None: no rank has one
+    start: int  # of these
+    shape: torch.Size  # of the slice that had them
+    num_updates: int
+
+
 class ShardedOptimizer:
     """zc's state for one of the caller's optimizers: its slices, and the hooks on it."""
 
@@ -71,6 +84,7 @@ class ShardedOptimizer:
         self.slices: dict[str, nn.Parameter] = {}
         self._places: dict[str, int] = {}  # addresses of the slices, in their order
         self._names: dict[int, str] = {}  # of parameters that have a slice on some rank, by id
+        self.away: Any = WeakIdKeyDictionary()  # parameter -> its Away
         self._lists: list[tuple[list[Any], list[Any]]] = []  # of each group, parameters and what the class sees instead
         self._absent: set[str] = set()  # parameters in a bucket that have left the groups, when `_lists` was made
         self._groups: list[dict[str, Any]] = []  # as the class sees them
@@ -168,28 +182,83 @@ class ShardedOptimizer:
         self._try(groups[self._num_tried :])
         self._num_tried = len(groups)
         for name, (bucket, slot) in slots.items():
-            state = self.state_of_class.pop(self.runtime.params[name], None)
-            if state:  # a fresh one, made by the optimizer's __init__ (Adagrad)
+            param = self.runtime.params[name]
+            state, away = self.state_of_class.pop(param, None), self.away.pop(param, None)
+            if away is not None and away.state is not None and not state:
+                state = self._whole_state(name, away, slot)
+                self.state.come_back(name, away.num_updates)
+            if state:  # a fresh one, made by the optimizer's __init__ (Adagrad), or one that comes back
                 self.state.note([name])
                 if name in self.slices:
-                    self.state_of_class[self.slices[name]] = self._slice_state(bucket, slot, state)
+                    dtype = self.slices[name].dtype if away is None else None
+                    self.state_of_class[self.slices[name]] = self._slice_state(bucket, slot, state, dtype)
         self._lists.clear()
         self.look_at_groups()
 
     def leave(self, params: Mapping[str, nn.Parameter]) -> None:
-        """These parameters have left the plan: their slices and states go."""
+        """These parameters have left the plan: their slices go, and their states are `away`."""
         self._flat.leave(self._groups)
         self._flat.forget()
+        groups = self.optimizer.param_groups
+        places = {id(p): (k, n) for k, group in enumerate(groups) for n, p in enumerate(group["params"])}
         for name, param in params.items():
+            is_own, has_state = id(param) in self._names, self.state.has(name)
             own_slice = self.slices.pop(name, None)
-            self._places.pop(name, None)
             self._names.pop(id(param), None)
-            for key in (own_slice, param):
-                self.state_of_class.pop(key, None)
+            self._places.pop(name, None)
+            state = self.state_of_class.pop(own_slice, {})
+            self.state_of_class.pop(param, None)
+            if is_own:
+                copy = change_each(lambda _, item: item.clone() if isinstance(item, Tensor) else item, None, state)
+                start = self.grad_shards.part(name, is_owned=True).elements.start
+                shape = torch.Size([0]) if own_slice is None else own_slice.shape
+                place, num_updates = places.get(id(param), (len(groups), 0)), self.state.num_updates_of(name)
+                self.away[param] = Away(*place, copy if has_state else None, start, shape, num_updates)
         self.state.forget(params)
         lost = {id(param) for param in params.values()}
-        for group in self.optimizer.param_groups:
+        for group in groups:
             group["params"] = [param for param in group["params"] if id(param) not in lost]
+
+    def put_back(self, params: Iterable[nn.Parameter]) -> Callable[[], None]:
+        """Those of these parameters that are `away` and in none of its groups are where they were again. Returns what
+        undoes that."""
+        groups = self.optimizer.param_groups
+        before, present = [group["params"] for group in groups], {id(p) for group in groups for p in group["params"]}
+        back = [(self.away[param], param) for param in params if param in self.away and id(param) not in present]
+        for away, param in sorted(back, key=lambda pair: pair[0][:2]):
+            if away.group < len(groups):
+                group = groups[away.group]
+                group["params"] = [*group["params"][: away.position], param, *group["params"][away.position :]]
+
+        def undo() -> None:
+            for group, members in zip(groups, before, strict=False):
+                group["params"] = members
+
+        return undo
+
+    def _whole_state(self, name: str, away: Away, slot: Slot) -> dict[str, Any]:
+        """The state of a parameter that comes back, whole: ranks had other elements of it. All ranks call it."""
+
+        def sent(key: Any, item: Any) -> tuple[bool, str, Any]:
+            if not isinstance(item, Tensor):
+                return False, "", item
+            is_part = is_cut(key, item, away.shape)
+            return is_part, item.device.type, (flattened(item, slot) if is_part else item.detach()).cpu()
+
+        row = away.start, change_each(sent, None, away.state if away.shape.numel() else {})
+        rows = self.runtime.group.shard.gather_objects(row, f"the optimizer state of {name}, which comes back")
+        states = [state for _, state in sorted(rows, key=itemgetter(0)) if state]
+        parts = zip(*([part for _, part in values_in(None, state)] for state in states), strict=True)
+        device = self.runtime.plan.buckets[0].device
+
+        def joined(_: Any, of_first: tuple[bool, str, Any]) -> Any:
+            (is_part, place, item), same = of_first, next(parts)
+            if is_part:
+                item = in_shape(torch.cat([flat for _, _, flat in same]), slot)
+            return item.to(device) if place not in ("", "cpu") else item
+
+        whole: dict[str, Any] = change_each(joined, None, states[0] if states else {})
+        return whole
 
     def _try(self, groups: Sequence[dict[str, Any]]) -> None:
         """Tries how an unknown optimizer treats these groups."""
@@ -234,17 +303,22 @@ class ShardedOptimizer:
             return
         name = next(name for name, own_slice in self.slices.items() if own_slice.data_ptr() != self._places[name])
         raise ZcError(
-            f"{when} the .data of the optimizer's {name} was set to another tensor, and zc reads the one that "
-            "it gave: an optimizer has to update in place"
+            f"{when} the .data of the optimizer's {self.runtime.called(name)} was set to another tensor, and zc reads "
+            "the one that it gave: an optimizer has to update in place"
         )
 
-    def _slice_state(self, bucket: Bucket, slot: Slot, state: Mapping[str, Any]) -> dict[str, Any]:
-        """The optimizer's state of a parameter, cut like the parameter."""
+    def _slice_state(
+        self, bucket: Bucket, slot: Slot, state: Mapping[str, Any], dtype: torch.dtype | None
+    ) -> dict[str, Any]:
+        """The optimizer's state of a parameter, cut like the parameter, in this dtype; None: in its own."""
         _, elements = bucket.layout.owned_part(slot, self.runtime.group.shard.rank)
-        like, shape = self.slices[slot.name], torch.Size(slot.shape)
+        device, shape = self.slices[slot.name].device, torch.Size(slot.shape)
 
         def cut(key: Any, value: Any) -> Any:
-            return in_shape(flattened(value, slot)[elements], slot).to(like) if is_cut(key, value, shape) else value
+            if not is_cut(key, value, shape):
+                return value
+            part = flattened(value, slot)[elements]
+            return in_shape(part.to(device, dtype or part.dtype, copy=True), slot)  # the whole one's memory goes
 
         return {key: change_each(cut, key, item) for key, item in state.items()}
 
@@ -353,7 +427,8 @@ class ShardedOptimizer:
         for (name, where), (is_none, is_zero, is_left, is_edited) in touched:
             if (is_none or name in in_groups) and (is_zero or is_left):
                 raise ZcError(
-                    f"{type(self.optimizer).__name__} has set the gradient of {name} to None on some ranks, in a "
+                    f"{type(self.optimizer).__name__} has set the gradient of {self.runtime.called(name)} to None on "
+                    "some ranks, in a "
                     "method of its class, and kept it on others: let it clear gradients on all ranks or on none"
                 )
             if is_edited and self._shows_grads:
@@ -509,7 +584,8 @@ class ShardedOptimizer:
         for name, where in self._touched_in([bucket.index for bucket in self.buckets]) if edited else ():
             if where in edited and name not in self._absent:
                 raise ZcError(
-                    f"{type(self.optimizer).__name__} has changed the gradient of {name} in its last step, and "
+                    f"{type(self.optimizer).__name__} has changed the gradient of {self.runtime.called(name)} in its "
+                    "last step, and "
                     "the loop has not cleared it since: the rank that owns this parameter changed a copy, so this step "
                     "would use the gradient as it was before. Call optimizer.zero_grad() after each step(), or let the "
                     "class change a copy (grad = p.grad.clone())"
@@ -650,6 +726,7 @@ class ShardedOptimizer:
             group["params"] = []
         self._lists.clear()
         self._given.clear()
+        self.away.clear()
         self._flat.forget()
         self.slices.clear()
         self.updater.close()

@@ -6,6 +6,7 @@ shows the same keys as others, learned from a state that it has, so that loops o
 
     optimizer.state[p]["exp_avg"]    the class's state[slice of p]["exp_avg"], or no elements
     optimizer.state["count"]         under a string, or a frozen parameter: the class's own item
+    optimizer.state[left]            of a parameter that has left the model: this rank's elements
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor
 
+from zc import torch_private
 from zc.engine.memory_order import change_each, is_cut
 from zc.errors import ZcError
 from zc.optim.trials import SHAPE, states_of_trial, wrapped
@@ -82,6 +84,11 @@ class StateView(MutableMapping[Any, Any]):
         self._counted, self._num_counted = Counter[str](), 0
         self._trials: dict[int, dict[Any, Any]] = {}  # states of small data, by the number of dimensions
         self._num_updates = 0
+        self._added: dict[str, set[Any]] = {}  # keys that the caller has put into a state, and the class does not make
+        # Of parameters without a slice here, by name and key: the numbers that somebody holds, such as a count of
+        # steps, which go on as the class's own would; and their versions, by which a write into one shows
+        self._numbers: weakref.WeakValueDictionary[tuple[str, Any], Tensor] = weakref.WeakValueDictionary()
+        self._versions: dict[tuple[str, Any], int] = {}
 
     @property
     def owner(self) -> ShardedOptimizer:
@@ -95,7 +102,8 @@ class StateView(MutableMapping[Any, Any]):
     def __getitem__(self, key: Any) -> Any:
         name = self.owner.name_of(key)
         if name is None:
-            return self.owner.state_of_class[key]
+            away = self._away(key)
+            return self.owner.state_of_class[key] if away is None else away
         state = self._held.get(name)
         if state is None:
             state = self._hold(name, ParamState())
@@ -108,6 +116,7 @@ class StateView(MutableMapping[Any, Any]):
     def __setitem__(self, key: Any, value: Any) -> None:
         name = self.owner.name_of(key)
         if name is None:
+            self._drop_away(key)
             self.owner.state_of_class[key] = value
             return
         items = dict(value)
@@ -115,7 +124,6 @@ class StateView(MutableMapping[Any, Any]):
             return
         self._check_shapes(name, items)
         self._let_go(name)
-        self._counted[name] -= _steps(self._kept(name))
         self._keep(name, {})
         for item_key, item in items.items():
             self.write(name, item_key, item)
@@ -128,14 +136,25 @@ class StateView(MutableMapping[Any, Any]):
             raise KeyError(key)
         name, state = self.owner.name_of(key), self.owner.state_of_class
         if name is None:
-            del state[key]
+            self._drop_away(key)
+            state.pop(key, None)
             return
-        self._let_go(name)
-        self._counted[name] -= _steps(self._kept(name))
-        self._noted.clear()  # so that the next update notes it again
-        self._updated.discard(name)
-        self._elsewhere.pop(name, None)
+        self.forget([name])
         state.pop(self.owner.slices.get(name), None)
+
+    def _away(self, key: Any) -> dict[Any, Any] | None:
+        """The state of a parameter that has left the model."""
+        away = self.owner.away.get(key) if isinstance(key, Tensor) else None
+        return None if away is None else away.state
+
+    def _drop_away(self, key: Any) -> None:
+        if self._away(key) is not None:
+            self.owner.away[key] = self.owner.away[key]._replace(state=None)
+
+    def clear(self) -> None:
+        super().clear()
+        for param in list(self.owner.away):
+            self._drop_away(param)
 
     # A mapping's own would take the state that a parameter lacks for an empty one, which it has.
 
@@ -155,10 +174,6 @@ class StateView(MutableMapping[Any, Any]):
             raise KeyError("no parameter has a state")
         return keys[-1], self.pop(keys[-1])
 
-    def clear(self) -> None:
-        for key in sorted(self, key=lambda key: self.owner.name_of(key) in self.owner.slices):
-            del self[key]  # first those that are like others
-
     def setdefault(self, key: Any, default: Any = None) -> Any:
         if key not in self:
             self[key] = default
@@ -166,7 +181,9 @@ class StateView(MutableMapping[Any, Any]):
 
     def __contains__(self, key: Any) -> bool:
         name = self.owner.name_of(key)
-        return key in self.owner.state_of_class if name is None else self._kept(name) is not None
+        if name is None:
+            return key in self.owner.state_of_class or self._away(key) is not None
+        return self._kept(name) is not None
 
     def __iter__(self) -> Iterator[Any]:
         """Parameters in the order of the groups, the same on all ranks, then what the class keeps by other keys."""
@@ -201,6 +218,9 @@ class StateView(MutableMapping[Any, Any]):
         held = self._held.pop(name, None)
         if held is not None:
             held._view = None
+        self._added.pop(name, None)
+        for key in [key for key in self._numbers if key[0] == name]:
+            del self._numbers[key]
 
     def _kept(self, name: str) -> dict[Any, Any] | None:
         """The state of a parameter as the class has it, or would have it if it updated the parameter on this rank."""
@@ -211,7 +231,15 @@ class StateView(MutableMapping[Any, Any]):
             return kept
         if name in self._elsewhere or name not in self._updated:
             return self._elsewhere.get(name)
-        return self._like_others(name)
+        of_name = [(key, held) for (of, key), held in list(self._numbers.items()) if of == name]
+        written = {key: held.clone() for key, held in of_name
+                   if torch_private.version(held) != self._versions[name, key]}  # fmt: skip
+        items = self._like_others(name)
+        if items and written:
+            for key, value in written.items():
+                items[key].copy_(value)
+            self._elsewhere[name] = items
+        return items
 
     def _keep(self, name: str, items: dict[Any, Any]) -> dict[Any, Any]:
         own_slice = self.owner.slices.get(name)
@@ -222,6 +250,14 @@ class StateView(MutableMapping[Any, Any]):
         self._updated.add(name)
         return items
 
+    def _of_trial(self, num_dims: int) -> dict[Any, Any]:
+        """The state that the class makes of a parameter of so many dimensions, as far as that can be tried."""
+        if num_dims not in self._trials:
+            states = states_of_trial(self.owner.local, num_dims) if wrapped(self.owner.local) is None else []
+            self._trials[num_dims] = states[0] if states else {}
+        return self._trials[num_dims]
+
+    @torch.inference_mode(False)
     def _like_others(self, name: str) -> dict[Any, Any] | None:
         """Without elements, what the state of a slice has, of its group if there is one here; where parameters stay
         whole, a class may keep other things of a vector than of a matrix. It counts its own updates."""
@@ -232,21 +268,25 @@ class StateView(MutableMapping[Any, Any]):
         num_dims = params[name].dim()
         like = min(with_state, key=lambda other: params[other].dim() != num_dims, default=None)
         if like is not None and (params[like].dim() == num_dims or not owner.rule.whole):
-            items = _without_elements(state[owner.slices[like]], owner.slices[like].shape)
+            added = self._added.get(like, ())
+            own = {key: item for key, item in state[owner.slices[like]].items() if key not in added}
+            items = _without_elements(own, owner.slices[like].shape)
         else:
-            shape = SHAPE[:num_dims]
-            if num_dims not in self._trials:
-                states = states_of_trial(owner.local, num_dims) if wrapped(owner.local) is None else []
-                self._trials[num_dims] = states[0] if states else {}
-            items = _without_elements(self._trials[num_dims], torch.Size(shape))
+            items = _without_elements(self._of_trial(num_dims), torch.Size(SHAPE[:num_dims]))
         if "step" in items:
             of_like = state[owner.slices[like]].get("step", 0) if like is not None else 0
-            more = self._num_updates_of(name) - (self._num_updates_of(like) if like is not None else 0)
+            more = self.num_updates_of(name) - (self.num_updates_of(like) if like is not None else 0)
             step = items["step"]
             items["step"] = torch.full_like(step, float(of_like + more)) if isinstance(step, Tensor) else of_like + more
+        for key, item in items.items() if name not in self._elsewhere else ():
+            if isinstance(item, Tensor) and item.dim() == 0:
+                items[key] = held = self._numbers.setdefault((name, key), item)
+                held.copy_(item)
+                self._versions[name, key] = torch_private.version(held)
         return items or None
 
-    def _num_updates_of(self, name: str) -> int:
+    def num_updates_of(self, name: str) -> int:
+        """How often the class has updated a parameter."""
         return self._counted[name] + (self._num_updates - self._num_counted) * (name in self._with_gradient)
 
     def _items_of(self, name: str) -> dict[Any, Any]:
@@ -264,9 +304,12 @@ class StateView(MutableMapping[Any, Any]):
         kept = self._kept(name)
         if kept is None or (name not in self.owner.slices and name not in self._elsewhere):
             kept = self._keep(name, kept or {})
-        before = _steps(kept)
+        made = self._of_trial(self.owner.runtime.params[name].dim()) if key not in kept else {}
+        if made and key not in made:  # without a trial, what a caller exchanges is the class's, too
+            self._added.setdefault(name, set()).add(key)
+        for where in [where for where, held in self._numbers.items() if held is value]:
+            del self._numbers[where]  # it is one of this parameter's now
         kept[key] = self.owner.taken(name, value)
-        self._counted[name] += _steps(kept) - before
         return self._items_of(name)[key]
 
     def _check_shapes(self, name: str, items: Mapping[Any, Any]) -> None:
@@ -275,7 +318,8 @@ class StateView(MutableMapping[Any, Any]):
         for key, item in items.items():
             if isinstance(item, Tensor) and item.dim() and item.shape != shape and is_cut(key, before.get(key), shape):
                 raise ZcError(
-                    f"the state {key!r} of {name} was given a tensor of shape {tuple(item.shape)}, and the parameter "
+                    f"the state {key!r} of {self.owner.runtime.called(name)} was given a tensor of shape "
+                    f"{tuple(item.shape)}, and the parameter "
                     f"and the state of before have {tuple(shape)}: give it one of that shape"
                 )
 
@@ -297,7 +341,7 @@ class StateView(MutableMapping[Any, Any]):
         view._noted, view._with_gradient, view._trials = self._noted, self._with_gradient, self._trials
         view._counted, view._num_counted, view._num_updates = self._counted, self._num_counted, self._num_updates
         self.clear()
-        stand_in = SimpleNamespace(name_of=lambda key: None, state_of_class=past, slices={},
+        stand_in = SimpleNamespace(name_of=lambda key: None, state_of_class=past, slices={}, away={},
                                    optimizer=SimpleNamespace(param_groups=[]))  # fmt: skip
         self._owner = lambda: stand_in
         for key, item in given.items():
@@ -309,15 +353,34 @@ class StateView(MutableMapping[Any, Any]):
         for name in list(self._held):
             self._let_go(name)
         self._elsewhere.clear()
+        self._added.clear()
+        self._numbers.clear()
         self._updated = set(names)
+        self._count()
+        self._noted.clear()  # the next update notes its parameters anew
 
     def forget(self, names: Iterable[str]) -> None:
-        """These parameters are gone; others may come under their names."""
+        """These parameters, or their states, are gone; others may come under their names."""
+        self._count()
         for name in names:
             self._updated.discard(name)
             self._elsewhere.pop(name, None)
+            del self._counted[name]
             self._let_go(name)
         self._noted.clear()
+
+    def come_back(self, name: str, num_updates: int) -> None:
+        """A parameter that was gone has this name now, and had so many updates."""
+        self._counted[name] = num_updates
+
+    def _count(self) -> None:
+        """Counts updates up to now."""
+        self._counted.update(dict.fromkeys(self._with_gradient, self._num_updates - self._num_counted))
+        self._num_counted = self._num_updates
+
+    def has(self, name: str) -> bool:
+        """Whether a parameter has state on some rank, as far as this one knows."""
+        return name in self._updated
 
     def note(self, names: Iterable[str]) -> None:
         """These parameters have state on some rank."""
@@ -327,8 +390,8 @@ class StateView(MutableMapping[Any, Any]):
         """The class has updated the parameters in these buckets that have a gradient, as ``touched`` says."""
         noted = [touched[index] for index in changed]
         if noted != self._noted:
-            self._counted.update(dict.fromkeys(self._with_gradient, self._num_updates - self._num_counted))
-            self._noted, self._num_counted = [list(flags) for flags in noted], self._num_updates
+            self._count()
+            self._noted = [list(flags) for flags in noted]
             slots = [(s.name, flag) for index, flags in zip(changed, noted, strict=True)
                      for s, flag in zip(self.owner.runtime.plan.buckets[index].slots, flags, strict=True)]  # fmt: skip
             self._with_gradient = frozenset(name for name, is_touched in slots if is_touched)
@@ -336,26 +399,26 @@ class StateView(MutableMapping[Any, Any]):
         self._num_updates += 1
         for name in self._with_gradient & self._elsewhere.keys() if self._elsewhere else ():
             self._elsewhere[name] = _updated(self._elsewhere[name], self._like_others(name) or {})
+        self.refresh()
 
     def refresh(self) -> None:
         """The class's state may have changed: what the caller still holds shows it."""
+        for name in {name for name, _ in self._numbers} if self._numbers else ():
+            self._kept(name)
         for name, state in list(self._held.items()) if self._held else ():
             state.show(self._items_of(name))
 
 
-def _steps(items: Mapping[Any, Any] | None) -> int:
-    """How many steps a state has counted."""
-    step = (items or {}).get("step")
-    return int(step) if isinstance(step, int | float) or (isinstance(step, Tensor) and step.dim() == 0) else 0
-
-
+@torch.no_grad()
 def _updated(written: Mapping[Any, Any], kept: Mapping[Any, Any]) -> dict[Any, Any]:
     """What the caller has written for a parameter, after an update in which the class keeps ``kept``: a count of steps
-    goes on from the one that was written."""
+    goes on from the one that was written. Numbers change in place, as the class's own."""
     items = {**written, **kept}
-    if "step" in kept:
-        begun = written.get("step", torch.zeros_like(kept["step"]) if isinstance(kept["step"], Tensor) else 0)
-        items["step"] = begun + 1
+    for key, item in kept.items():
+        before = written.get(key, torch.zeros_like(item) if isinstance(item, Tensor) else 0)
+        now = before + 1 if key == "step" else item
+        is_number = isinstance(before, Tensor) and isinstance(now, Tensor) and before.dim() == now.dim() == 0
+        items[key] = before.copy_(now) if is_number else now
     return items
 
 

@@ -53,6 +53,7 @@ IDLE_S = 3.0  # others wait and this rank does not: then it collects garbage, an
 LOST_CONNECTION_S = 6.0  # patience with a silent rank that has ended, or after the network has reported an error
 _CLOSED = "it closed or dropped its compiled model"
 _AT_ITS_END = "its program came to its end"
+_LEFT = "its program has called torch.distributed.destroy_process_group()"
 _RAISED = "a backward raised there, and its program has called nothing of zc's since"
 _WATCHES: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[Watch]] = weakref.WeakKeyDictionary()
 _ALL: weakref.WeakSet[Watch] = weakref.WeakSet()  # also of groups that the program has destroyed
@@ -190,7 +191,8 @@ class Watch:
             call, since = self._own_collective
             waits = [Place("", call, now - since, is_call=True)]
         records = {journal.name: journal.record for journal in journals}
-        self._own_state = RankState(self._own_state.beat + 1, records, self._newest, waits, has_raised)
+        has_left = not waits and not dist.is_initialized()
+        self._own_state = RankState(self._own_state.beat + 1, records, self._newest, waits, has_raised, has_left)
         self.store.set(f"state/{self.rank}", self._own_state.to_json())
 
     def _collect_if_idle(self, now: float) -> None:
@@ -244,8 +246,9 @@ class Watch:
     # --- what it finds ---
 
     def _silence(self, journal: Journal, rank: int, state: RankState, now: float) -> float:
-        """Seconds for which a rank has not answered, or has answered without this model, which it had."""
-        beat = -2 if _has_closed(journal, state) else state.beat
+        """Seconds for which a rank has not answered, or has answered without this model, which it had, or without a
+        process group."""
+        beat = -2 if _has_closed(journal, state) or state.has_left else state.beat
         before, since = self._beats.get((rank, journal.name), (-1, now))
         if beat != before:
             since = now
@@ -257,6 +260,8 @@ class Watch:
         soon = min(journal.timeout, LOST_CONNECTION_S)
         if silent_s > soon and _has_closed(journal, state):
             return _CLOSED
+        if silent_s > soon and state.has_left:
+            return _LEFT
         farewell = self._farewell_of(rank) if silent_s > soon else None
         if farewell is not None:
             return farewell
@@ -276,7 +281,7 @@ class Watch:
     def _lost(self, journal: Journal, lost: Mapping[int, str], silent_s: float) -> str:
         waits = [journal.words(wait.entry) for wait in list(journal.waits.values())]
         who = f"rank {next(iter(lost))} has" if len(lost) == 1 else f"ranks {', '.join(map(str, lost))} have"
-        has_left, raised = any(why in (_CLOSED, _AT_ITS_END) for why in lost.values()), _RAISED in lost.values()
+        has_left, raised = any(why in (_CLOSED, _LEFT, _AT_ITS_END) for why in lost.values()), _RAISED in lost.values()
         return (
             f"{who} not answered for {silent_s:.0f} s ({'; '.join(dict.fromkeys(lost.values()))}), and rank "
             f"{self.rank} waits for it in: {', '.join(waits) or 'an exchange'}"
@@ -371,6 +376,7 @@ class RankState:
     newest: Mapping[str, int] = field(default_factory=dict)  # by ranks: the number of their newest model
     waits: Sequence[Place] = ()
     has_raised: bool = False  # a backward has, and nothing of zc was called since
+    has_left: bool = False  # the program has destroyed the default group, and does not wait in zc
 
     @property
     def has_stopped(self) -> bool:
