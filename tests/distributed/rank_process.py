@@ -71,14 +71,8 @@ def _load_compiler() -> None:
     """Imports zc and what compiles, and compiles x + 1: the first graph of a process makes patterns and imports that
     take a second, here once for all ranks. No autograd, whose threads could not be forked."""
     import torch
-
-    # torch writes graphs that a cache keeps with dill's pickler where it is installed, which is Python: a third of a
-    # second for a model of two layers
-    sys.modules["dill"] = None  # type: ignore[assignment]
-    import torch.fx._graph_pickler
     from torch._inductor.compile_fx import compile_fx
 
-    del sys.modules["dill"]
     sys.path.insert(0, str(Path(__file__).parents[2]))  # a rank has the path of who asks
     import zc  # noqa: F401
 

@@ -81,6 +81,8 @@ def make_backend(runtime: Runtime, find_block: FindBlock = lambda _: None) -> Ca
         if runtime.config.backend == "aot_eager":
             # op by op, Inductor's own random numbers know no seed: what checkpointing runs again would draw others
             options = {**options, "fallback_random": True}
+            compiled = torch_private.compile_graph(gm, inputs, _inner_compiler(hook), options, joint_pass=joint_pass)
+            return _with_returned_weights(origin, compiled)
         from zc.compiler.saved import cached  # imports Inductor, which takes seconds
 
         together = torch_private.compiling_kernels_together if on_cpu else contextlib.nullcontext
@@ -96,9 +98,7 @@ def make_backend(runtime: Runtime, find_block: FindBlock = lambda _: None) -> Ca
 
 def _kind_of_forward(runtime: Runtime) -> str:
     """What the strides that a backward graph is traced with depend on, beside the graph: Inductor chooses those that a
-    whole forward saves, and a schedule saves them as traced, as all do op by op."""
-    if runtime.config.backend == "aot_eager":
-        return "eager"
+    whole forward saves, and a schedule saves them as traced."""
     if runtime.plan.sharded:
         return "windows"
     return "cut" if runtime.plan.overlap_gather and not runtime.plan.kinds else "whole"
