@@ -96,19 +96,19 @@ class Lane:
         # other one meanwhile.
         self.error: BaseException | None = None
         self._tasks: queue.SimpleQueue[Task | _Fence | None] = queue.SimpleQueue()
-        self._last: Task | _Fence = _REACHED  # that was put
+        self._last: _Fence | None = _REACHED  # that was put; None: a task was, which refers to the model's memory
         self.thread = process.start_thread(_work, (weakref.ref(self), self._tasks), f"zc {name}")
         self.close = weakref.finalize(self, self._tasks.put, None)
         _LANES.add(self)
 
     def put(self, task: Task | _Fence) -> None:
-        self._last = task
+        self._last = task if isinstance(task, _Fence) else None
         self._tasks.put(task)
 
     @property
     def is_idle(self) -> bool:
         """Whether its thread has nothing to run, by what the issuing thread knows."""
-        return isinstance(self._last, _Fence) and self._last.reached.is_set() and self.error is None
+        return self._last is not None and self._last.reached.is_set() and self.error is None
 
 
 class _Lanes(dict[str, Lane]):

@@ -177,9 +177,10 @@ class WholeParams(Part):
                     self.reshard(core.sharded_buckets)
                     raise ZcError(
                         f"parameter {core.called(slot.name)} is {got[1]} of shape {got[0]} on {got[2]} now "
-                        f"(param.data = ..., model.to), and {core.plan.why_sharded} has shards of {bucket.param_dtype} of shape "
-                        f"{slot.shape} on {bucket.device}. Give it values of that kind (param.copy_). What was written "
-                        "into parameters since the last update is lost, and nothing else has changed"
+                        "(param.data = ..., model.to), and "
+                        f"{core.plan.why_sharded} has shards of {bucket.param_dtype} of shape {slot.shape} on "
+                        f"{bucket.device}. Give it values of that kind (param.copy_). What was written into parameters "
+                        "since the last update is lost, and nothing else has changed"
                     )
 
     def reshard_unwritten(self, buckets: Iterable[int]) -> None:
