@@ -105,6 +105,16 @@ def test_a_rank_that_has_left_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
         assert ("zc.join" in text) == ("raised" not in text)
 
 
+@pytest.mark.parametrize("has_group", [True, False])
+def test_a_rank_without_a_group_has_left_those_that_have_one(has_group: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where all have destroyed theirs, one may compute for longer than others wait."""
+    waiting = Waiting(monkeypatch, timeout=600)
+    waiting.publish = lambda rank, plain=waiting.publish: plain(rank, has_left=rank == 2)  # type: ignore[misc]
+    with mock.patch.object(dist, "is_initialized", return_value=has_group):
+        text = str(waiting.verdict(20, answer=(1, 2, 3)))
+    assert "rank 2 has not answered for 7 s (its program has called" in text if has_group else text == "None"
+
+
 def test_a_rank_that_is_late_for_the_second_model_has_not_closed_it(monkeypatch: pytest.MonkeyPatch) -> None:
     waiting = Waiting(monkeypatch, timeout=600)
     second = Journal(waiting.watch, range(4), 2, 600)

@@ -248,7 +248,7 @@ class Watch:
     def _silence(self, journal: Journal, rank: int, state: RankState, now: float) -> float:
         """Seconds for which a rank has not answered, or has answered without this model, which it had, or without a
         process group."""
-        beat = -2 if _has_closed(journal, state) or state.has_left else state.beat
+        beat = -2 if _has_closed(journal, state) or _has_left(state) else state.beat
         before, since = self._beats.get((rank, journal.name), (-1, now))
         if beat != before:
             since = now
@@ -260,7 +260,7 @@ class Watch:
         soon = min(journal.timeout, LOST_CONNECTION_S)
         if silent_s > soon and _has_closed(journal, state):
             return _CLOSED
-        if silent_s > soon and state.has_left:
+        if silent_s > soon and _has_left(state):
             return _LEFT
         farewell = self._farewell_of(rank) if silent_s > soon else None
         if farewell is not None:
@@ -397,6 +397,11 @@ class RankState:
 def _ranks_in(journal: str) -> list[int]:
     """The ranks that a journal's name consists of; none for a collective of the program's."""
     return [int(rank) for rank in journal.partition("/")[0].split("_")] if journal else []
+
+
+def _has_left(state: RankState) -> bool:
+    """Whether a rank has no process group any more. Where this one has none either, both may train on."""
+    return state.has_left and dist.is_initialized()
 
 
 def _has_closed(journal: Journal, state: RankState) -> bool:
