@@ -24,14 +24,14 @@ HOME_2 = [
     "zc compute | segment segment_1",
     "zc compute | flatten_cast bucket 1 (0.bias, ...)",
     "zc gather_0",
+    "zc comm | gather bucket 1 (0.bias, ...)",
     "zc compute | publish bucket 1 (0.bias, ...)",
+    "zc comm | gather bucket 0 (2.bias, ...)",
     "zc compute | publish bucket 0 (2.bias, ...)",
 ]
 COMM_2 = [
     "zc comm | reduce bucket 0 (2.bias, ...)",
     "zc comm | reduce bucket 1 (0.bias, ...)",
-    "zc comm | gather bucket 1 (0.bias, ...)",
-    "zc comm | gather bucket 0 (2.bias, ...)",
 ]
 
 

@@ -133,7 +133,8 @@ MUTANTS: Sequence[Mutant] = (
     ),
     # weights
     Mutant(
-        "weights of another stream", WHOLE, "            self.core.streams.hand_to_main(params)", "            pass",
+        "weights of another stream", "zc.weights.sharded_weights",
+        "            self.core.streams.hand_to_main(params)", "            pass",
         BRANCHES_3,
     ),
     Mutant(
