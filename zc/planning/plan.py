@@ -524,7 +524,8 @@ def hops_to_reduce(plan: Plan) -> tuple[Hop, ...]:
 def hops_to_gather(plan: Plan, bucket: Bucket, *, is_exact: bool = False) -> tuple[Hop, ...]:
     """The hops of each gather of this bucket's weights, after an update or while they are read; with ``is_exact``, one
     that makes them equal to their masters. Ranks read each other's shards only where one hop brings all of them: in
-    stage 3 every rank gathers in an order of its own."""
+    stage 3 every rank gathers in an order of its own. A plan encodes only where bytes leave a host, so that no way is
+    by memory and encoded."""
     if plan.world_size == 1:
         return (Hop(Way.ALONE, Level.ALL, 1),)
     in_shards, topology, reads = plan.is_sharded(bucket), plan.topology, plan.topology.reads_memory

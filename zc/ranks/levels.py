@@ -8,7 +8,8 @@ sums inside each host first, then over the ranks with one number on all hosts; a
 
 With replicas the sum between hosts comes into a host_sum, and one more hop follows (`zc.ranks.replicas`).
 
-`zc.compile` hands it over. Without it each rank is its own host.
+Two levels are no route: the plan's hops name the level (`zc.planning.plan`), and routes ask the group for its ranks.
+`zc.compile` hands this file over. Without it each rank is its own host.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ class Offers:
 
 
 class Memory(Route):
-    """One copy where messages make three."""
+    """One copy where messages make three. In a gather this rank's shard lies in ``whole`` already."""
 
     def __init__(self, ranks: Group) -> None:
         self._offers = Offers(ranks)

@@ -5,7 +5,8 @@ state, and those of a column have the same shard::
         0                 0   1   2   3      each row is a copy of the optimizer state
         1                 4   5   6   7      rank 6 has the same shard as rank 2
 
-A reduction ends with one hop more, between the ranks of a column. `zc.compile` hands it over.
+A reduction ends with one hop more, between the ranks of a column. `zc.compile` hands it over. Weights need none: each
+row gathers its own copy.
 """
 
 from __future__ import annotations
