@@ -612,7 +612,7 @@ def before_func_wraps(ask: Callable[[Any], None], classes: tuple[type, ...]) -> 
     these classes. What is done with the wrapper reads its memory, and asks no ``__torch_function__``.
 
     Relies on the C functions that wrap, as ``torch._functorch.eager_transforms`` and ``torch._functorch.predispatch``
-    find them among their globals. Dynamo goes through what stands in their places (2.13).
+    find them among their globals. Dynamo goes through what stands in their places (2.11 to 2.15).
     """
     from torch._functorch import eager_transforms, predispatch
 

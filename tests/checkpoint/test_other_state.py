@@ -216,8 +216,8 @@ def _count(rank: int, world_size: int, folder: Path, stacks: bool, ways: tuple[s
         optimizer = Counting(model.parameters(), stacks)
         zc.compile(model, optimizer, backend="eager", bucket_nbytes=64)
         optimizer.register_state_dict_post_hook(lambda _, state: {**state, "of a hook": 7})
-        given: list[Any] = []
-        optimizer.register_load_state_dict_pre_hook(lambda _, state, given=given: given.append(state.get("of a hook")))  # type: ignore[misc]
+        loaded: list[Any] = []
+        optimizer.register_load_state_dict_pre_hook(lambda _, state, to=loaded: to.append(state.get("of a hook")))  # type: ignore[misc]
         if not ways:
             _train(model, optimizer, 0, 2)
             zc.save(folder / "ck", model, optimizer)
@@ -235,7 +235,7 @@ def _count(rank: int, world_size: int, folder: Path, stacks: bool, ways: tuple[s
             model.load_state_dict(whole["model"])
         refused = message_of(load)
         if not refused[0]:
-            assert given[-1] == 7
+            assert loaded[-1] == 7
             _train(model, optimizer, 2, 4)
         results.append(refused[1] or _weights(model))
     return results

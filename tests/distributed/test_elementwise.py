@@ -181,8 +181,8 @@ def test_a_subclass_needs_its_own_declaration() -> None:
 
     assert rule_of(Child(layer().parameters())) == Rule(whole=True)
     assert rule_of(AdamW(layer().parameters())) == Rule() == rule_of(Declared(layer().parameters()))
-    made = [make(layer().parameters()) for make in (Child, AdamW, Declared)]
-    assert [note_of(optimizer) is None for optimizer in made] == [False, True, True]
+    optimizers = [make(layer().parameters()) for make in (Child, AdamW, Declared)]
+    assert [note_of(optimizer) is None for optimizer in optimizers] == [False, True, True]
 
 
 @pytest.mark.parametrize("given", [AdamW, 3, nn.Linear, Muon])

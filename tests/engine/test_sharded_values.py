@@ -23,7 +23,7 @@ class Owner:
     num_changes = 0
 
     def __init__(self, param: Tensor) -> None:
-        self.runtime = SimpleNamespace(params={"w": param}, called=str)
+        self.runtime = SimpleNamespace(params={"w": param}, name_now=str)
 
     def nonlinear(self, *_: object) -> None:
         """Not inside no_sync."""

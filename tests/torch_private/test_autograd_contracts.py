@@ -397,18 +397,18 @@ def test_hooks_on_saved_tensors_are_seen_but_those_of_checkpointing() -> None:
 
 
 @contract("before_func_wraps", "torch._functorch's _wrap_for_grad, _wrap_functional_tensor, _add_batch_dim_impl")
-def test_torch_func_tells_before_it_wraps_an_argument() -> None:
-    class Told(Tensor):
+def test_torch_func_asks_before_it_wraps_an_argument() -> None:
+    class Watched(Tensor):
         pass
 
-    told: list[Any] = []
-    torch_private.before_func_wraps(lambda tensor: told.append(tensor), (Told,))
-    given = torch.ones(2).as_subclass(Told)
+    asked: list[Any] = []
+    torch_private.before_func_wraps(lambda tensor: asked.append(tensor), (Watched,))
+    argument = torch.ones(2).as_subclass(Watched)
     for transform in (torch.func.vmap, torch.func.grad, torch.func.functionalize, torch.func.jacrev):
-        before = len(told)
-        transform(lambda a: a.sum())(given)
-        assert len(told) > before, transform
-    assert all(each is given for each in told)
+        before = len(asked)
+        transform(lambda a: a.sum())(argument)
+        assert len(asked) > before, transform
+    assert all(each is argument for each in asked)
     gradients = torch.func.vmap(torch.func.grad(lambda a: a.pow(2).sum()))
     compiled = torch.compile(gradients, backend="eager", fullgraph=True)
     assert compiled(torch.ones(2, 3)).equal(torch.full((2, 3), 2.0))

@@ -99,9 +99,9 @@ def _part_of_rank(one: ShardedOptimizer) -> dict[str, Any]:
 
 
 def own_part(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a plain state."""
-    known = ("state", "param_groups", PART_KEY, OTHER, OWN, TOGETHER)
-    return {key: value for key, value in state.items() if key not in known}
+    """What a plain state has beside the entries of PyTorch and of zc."""
+    standard = ("state", "param_groups", PART_KEY, OTHER, OWN, TOGETHER)
+    return {key: value for key, value in state.items() if key not in standard}
 
 
 def together(sharded_model: ShardedModel) -> dict[str, list[list[str]]]:

@@ -231,7 +231,7 @@ class Core:
         names = self.names() if self.names is not None else None
         return names.now() if names is not None else {id(param): name for name, param in self.placed.items()}
 
-    def called(self, name: str) -> str:
+    def name_now(self, name: str) -> str:
         """What the model calls a parameter now, for errors. ``name`` is the plan's."""
         return self.names_now().get(id(self.placed.get(name)), name)
 

@@ -171,13 +171,13 @@ def _has_bytes(tensor: Tensor) -> bool:
     return not tensor.is_meta and tensor.layout == torch.strided and type(tensor.data) is Tensor and tensor.numel() > 0
 
 
-def refuse_accumulate_hooks(params: Mapping[str, nn.Parameter], called: Callable[[str], str]) -> None:
+def refuse_accumulate_hooks(params: Mapping[str, nn.Parameter], name_now: Callable[[str], str]) -> None:
     """Raises ZcError for a post-accumulate-grad hook that is not ours."""
     for name, count in zip(params, torch_private.num_accumulate_hooks(params.values()), strict=True):
         if count > 1:  # one is ours
             raise ZcError(
-                f"{called(name)} has a post-accumulate-grad hook: it would find no gradient, since zc has moved it to "
-                "its bucket. Use register_hook for this rank's gradient, or read param.grad after the backward"
+                f"{name_now(name)} has a post-accumulate-grad hook: it would find no gradient, since zc has moved it "
+                "to its bucket. Use register_hook for this rank's gradient, or read param.grad after the backward"
             )
 
 
@@ -185,17 +185,16 @@ def check(
     assigned: Mapping[str, nn.Parameter],
     frozen: Mapping[str, nn.Parameter],
     is_value: Callable[[str, Tensor], bool],
-    called: Callable[[str], str],
+    name_now: Callable[[str], str],
 ) -> None:
     """Raises UncoveredGradientError if a ``.grad`` that zc has not set (``assigned``: by name, the parameters that have
     one) is no sharded value of this parameter, and ZcError if a frozen parameter requires a gradient."""
     for name, param in assigned.items():
         if (grad := param.grad) is not None and not is_value(name, grad):
             raise UncoveredGradientError(
-                f"{called(name)}.grad holds a full gradient that did not come through a backward of this model; zc "
-                "trains "
-                "from its own shards. Don't assign such a param.grad by hand: param.grad.copy_(whole) writes a tensor "
-                "that all ranks have, torch.autograd.backward(parameters, gradients) adds gradients as a backward "
+                f"{name_now(name)}.grad holds a full gradient that did not come through a backward of this model; zc "
+                "trains from its own shards. Don't assign such a param.grad by hand: param.grad.copy_(whole) writes a "
+                "tensor that all ranks have, torch.autograd.backward(parameters, gradients) adds gradients as a backward "
                 "does, and values that were made of param.grad, such as param.grad * 0.5, can be assigned"
             )
     for name, param in frozen.items():

@@ -166,7 +166,7 @@ class Runtime(Core):
             self._phase = Phase.OPEN
         if not self.backwards.has_begun():
             self.streams.clock.phase("backward")
-            param_checks.refuse_accumulate_hooks(self.params, self.called)
+            param_checks.refuse_accumulate_hooks(self.params, self.name_now)
             drop_failed()
             self._cleared_since_failure.clear()
             if not self.backwards.is_any_open:  # a backward around this one has not shown its own gradients yet
@@ -231,12 +231,12 @@ class Runtime(Core):
         name = self.plan.buckets[bucket].slots[slot].name
         if self.listener.is_value(name, grad):
             raise UncoveredGradientError(
-                f"a backward went through the param.grad of {self.called(name)}, which is sharded over ranks and a "
+                f"a backward went through the param.grad of {self.name_now(name)}, which is sharded over ranks and a "
                 "mean over them already: use param.grad.full_tensor() in a loss"
             )
         if grad.is_sparse or grad.is_complex():
             raise UncoveredGradientError(
-                f"the gradient of {self.called(name)} is {grad.layout} {grad.dtype}: zc takes dense real ones"
+                f"the gradient of {self.name_now(name)} is {grad.layout} {grad.dtype}: zc takes dense real ones"
             )
         self.begin_backward()
         self.ledger.step.hooks[bucket, slot] += 1
@@ -431,7 +431,7 @@ class Runtime(Core):
             names = [self.plan.buckets[bucket].slots[slot].name for bucket, slot in assigned]
             with torch_private.without_torch_function():
                 params = {name: self.params[name] for name in names}
-                param_checks.check(params, self.frozen, self.listener.is_value, self.called)
+                param_checks.check(params, self.frozen, self.listener.is_value, self.name_now)
         num_others = sum(map(sum, flags)) - len(cleared) + sum(not flags[bucket][slot] for bucket, slot in assigned)
         has_failed = self._phase is Phase.FAILED
         if num_others == 0 and (cleared or has_failed):
@@ -462,7 +462,7 @@ class Runtime(Core):
             grad = self.params[name].grad
             if grad is not None and self.listener.is_value(name, grad):
                 raise ZcError(
-                    f"a value was assigned to param.grad of {self.called(name)} between zc.count and the end of the "
+                    f"a value was assigned to param.grad of {self.name_now(name)} between zc.count and the end of the "
                     "update's last microbatch, and would be divided by the tokens as well: assign what is made of the "
                     "finished gradients, after a read of one"
                 )

@@ -96,19 +96,19 @@ class Lane:
         # other one meanwhile.
         self.error: BaseException | None = None
         self._tasks: queue.SimpleQueue[Task | _Fence | None] = queue.SimpleQueue()
-        self._last: _Fence | None = _REACHED  # that was put; None: a task was, which refers to the model's memory
+        self._last_fence: _Fence | None = _REACHED  # that was put; None: a task was, which refers to the model's memory
         self.thread = process.start_thread(_work, (weakref.ref(self), self._tasks), f"zc {name}")
         self.close = weakref.finalize(self, self._tasks.put, None)
         _LANES.add(self)
 
     def put(self, task: Task | _Fence) -> None:
-        self._last = task if isinstance(task, _Fence) else None
+        self._last_fence = task if isinstance(task, _Fence) else None
         self._tasks.put(task)
 
     @property
     def is_idle(self) -> bool:
         """Whether its thread has nothing to run, by what the issuing thread knows."""
-        return self._last is not None and self._last.reached.is_set() and self.error is None
+        return self._last_fence is not None and self._last_fence.reached.is_set() and self.error is None
 
 
 class _Lanes(dict[str, Lane]):
@@ -185,7 +185,7 @@ class ThreadStreams(Streams):
         # Only the issuing thread uses these two. A lane gets its tasks, and nothing else.
         self._lanes = _Lanes()
         self._fences: dict[str, tuple[str, _Fence]] = {}  # event -> stream and latest record
-        self._kept: deque[tuple[str, Task | _Fence]] | None = None  # inside `on_calling_thread`: by stream, in order
+        self._deferred: deque[tuple[str, Task | _Fence]] | None = None  # in `on_calling_thread`: by stream, in order
         self.wait_for: Callable[[threading.Event], object] = threading.Event.wait  # how the main stream waits
         self.on_error: Callable[[], object] = lambda: None  # called before the error of a lane is raised
 
@@ -196,10 +196,10 @@ class ThreadStreams(Streams):
             self._put(stream, task)
 
     def _put(self, stream: str, task: Task | _Fence) -> None:
-        if self._kept is None:
+        if self._deferred is None:
             self._lanes[stream].put(task)
         else:
-            self._kept.append((stream, task))
+            self._deferred.append((stream, task))
 
     def record(self, event: str, stream: str) -> None:
         fence = _REACHED
@@ -213,8 +213,8 @@ class ThreadStreams(Streams):
         if fence is None or recorded_on == stream:
             return
         if stream == MAIN:
-            if self._kept:
-                self._run_kept(fence)
+            if self._deferred:
+                self._run_deferred(fence)
             if not fence.reached.is_set():
                 self.wait_for(fence.reached)
             if self._lanes[recorded_on].error is not None:  # a lane reaches a fence after an error, too
@@ -244,29 +244,29 @@ class ThreadStreams(Streams):
         """To start a thread's task and to learn of its end are two wakes, some 0.2 ms each on a virtual machine. The
         order in which tasks are issued is one that events allow."""
         if all(lane.is_idle for lane in self._lanes.values()):
-            self._kept = deque()
+            self._deferred = deque()
         try:
             yield
         finally:
-            self._hand_over_kept()
+            self._hand_over_deferred()
 
-    def _run_kept(self, last: _Fence) -> None:
+    def _run_deferred(self, last: _Fence) -> None:
         """Runs the tasks up to this fence, as their threads would."""
-        assert self._kept is not None
+        assert self._deferred is not None
         with torch.no_grad():
-            while self._kept and not last.reached.is_set():
-                stream, task = self._kept.popleft()
+            while self._deferred and not last.reached.is_set():
+                stream, task = self._deferred.popleft()
                 try:
                     task.reach() if isinstance(task, _Fence) else task()
                 except RuntimeError as error:  # its thread runs no further task until this has been raised
                     self._lanes[stream].error = error
-                    self._hand_over_kept()
+                    self._hand_over_deferred()
                     return
 
-    def _hand_over_kept(self) -> None:
+    def _hand_over_deferred(self) -> None:
         """What nobody has waited for, or what an error or Ctrl-C has left, is run by the threads."""
-        kept, self._kept = self._kept or (), None
-        for stream, task in kept:
+        tasks, self._deferred = self._deferred or (), None
+        for stream, task in tasks:
             self._lanes[stream].put(task)
 
     def close(self) -> None:

@@ -55,7 +55,7 @@ class ShardedGrad(ShardedValue):
         return GRADIENT, self.owner.num_changes
 
     def _what(self) -> str:
-        return f"the gradient of {self.called}"
+        return f"the gradient of {self.name_now}"
 
     def set_to_zero(self) -> None:
         self.owner.zero_grad_of(self.param_name)
@@ -151,7 +151,7 @@ class GradShards:
         if not runtime.is_finished or shown is not runtime.sharded_grads[name]:
             runtime.finish_gradients(by_grad=True)
         if grad is not runtime.sharded_grads[name] or not self._is_touched(name):
-            raise ZcError(_IS_GONE.format(runtime.called(name)))
+            raise ZcError(_IS_GONE.format(runtime.name_now(name)))
         self._say_if_edited()
 
     def _say_if_edited(self) -> None:
@@ -160,7 +160,7 @@ class GradShards:
             bucket = self.runtime.plan.buckets[index]
             self.runtime.say_once(
                 f"{type(self.optimizers[bucket.optimizer]).__name__} changes gradients in place in its step, such as "
-                f"that of {self.runtime.called(bucket.slots[k].name)}, on the rank that owns the parameter: what is "
+                f"that of {self.runtime.name_now(bucket.slots[k].name)}, on the rank that owns the parameter: what is "
                 "read of them after the step, and before zero_grad(), is as it was before the step"
             )
 
@@ -171,12 +171,12 @@ class GradShards:
         own = {id(each) for each in self.optimizers}
         if optimizer is not None and own.isdisjoint(map(id, (optimizer, *vars(optimizer).values()))):
             raise ZcError(
-                f"{type(optimizer).__name__}.step() met the gradient of {self.runtime.called(name)}, which is sharded "
-                f"over ranks: {not_its_own(optimizer)}"
+                f"{type(optimizer).__name__}.step() met the gradient of {self.runtime.name_now(name)}, which is "
+                f"sharded over ranks: {not_its_own(optimizer)}"
             )
         if torch_private.current_graph_task() != -1:
             raise ZcError(
-                f"{func} inside a backward met the gradient of {self.runtime.called(name)}, which is sharded over "
+                f"{func} inside a backward met the gradient of {self.runtime.name_now(name)}, which is sharded over "
                 "ranks and not finished. "
                 "Is the model inside a DistributedDataParallel? Leave that out"
             )
@@ -340,7 +340,7 @@ class GradShards:
         """Exchanges nothing: a rank may have more backwards than others between this and the update."""
         runtime = self.runtime
         if runtime.params[name].grad is not runtime.sharded_grads[name]:
-            raise ZcError(_IS_GONE.format(runtime.called(name)))
+            raise ZcError(_IS_GONE.format(runtime.name_now(name)))
         self.drop_norms()
         runtime.drop([self._where[name]], set_to_none=False)
 

@@ -120,7 +120,7 @@ class ShardedModel(Listener):
         if not isinstance(grad, ShardedValue) or grad.is_live or grad.part != self.grad_shards.part(name):
             return False
         if grad.nonlinear is not None:
-            raise ZcError(IN_NO_SYNC.format(f"{self.runtime.called(name)}.grad = {grad.nonlinear}"))
+            raise ZcError(IN_NO_SYNC.format(f"{self.runtime.name_now(name)}.grad = {grad.nonlinear}"))
         return True
 
     def has_taken(self, grad: Tensor) -> bool:
@@ -230,7 +230,7 @@ class ParamWrites:
                         "clones into the queue, or copy into a second model that is shared"
                     )
                 raise ZcError(
-                    f"parameter {self._core.called(name)} has left its bucket, so no update would reach it: it is "
+                    f"parameter {self._core.name_now(name)} has left its bucket, so no update would reach it: it is "
                     f"{param.dtype} on {param.device}, the bucket {bucket.param_dtype} on {bucket.device}. {so}"
                 )
 
@@ -245,7 +245,7 @@ class ParamWrites:
         param.data.copy_(values)  # as where ``.data`` is set, autograd does not count it
         self._versions[slot.name] = -1
         self._core.say_once(
-            f"param.data of {self._core.called(slot.name)} was set to another tensor: zc copies its values into the "
+            f"param.data of {self._core.name_now(slot.name)} was set to another tensor: zc copies its values into the "
             "parameter's own memory, so later writes to that tensor change nothing. param.copy_(tensor) saves a copy"
         )
         return True

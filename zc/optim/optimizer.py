@@ -303,8 +303,8 @@ class ShardedOptimizer:
             return
         name = next(name for name, own_slice in self.slices.items() if own_slice.data_ptr() != self._places[name])
         raise ZcError(
-            f"{when} the .data of the optimizer's {self.runtime.called(name)} was set to another tensor, and zc reads "
-            "the one that it gave: an optimizer has to update in place"
+            f"{when} the .data of the optimizer's {self.runtime.name_now(name)} was set to another tensor, and zc "
+            "reads the one that it gave: an optimizer has to update in place"
         )
 
     def _slice_state(
@@ -427,7 +427,7 @@ class ShardedOptimizer:
         for (name, where), (is_none, is_zero, is_left, is_edited) in touched:
             if (is_none or name in in_groups) and (is_zero or is_left):
                 raise ZcError(
-                    f"{type(self.optimizer).__name__} has set the gradient of {self.runtime.called(name)} to None on "
+                    f"{type(self.optimizer).__name__} has set the gradient of {self.runtime.name_now(name)} to None on "
                     "some ranks, in a "
                     "method of its class, and kept it on others: let it clear gradients on all ranks or on none"
                 )
@@ -584,7 +584,7 @@ class ShardedOptimizer:
         for name, where in self._touched_in([bucket.index for bucket in self.buckets]) if edited else ():
             if where in edited and name not in self._absent:
                 raise ZcError(
-                    f"{type(self.optimizer).__name__} has changed the gradient of {self.runtime.called(name)} in its "
+                    f"{type(self.optimizer).__name__} has changed the gradient of {self.runtime.name_now(name)} in its "
                     "last step, and "
                     "the loop has not cleared it since: the rank that owns this parameter changed a copy, so this step "
                     "would use the gradient as it was before. Call optimizer.zero_grad() after each step(), or let the "

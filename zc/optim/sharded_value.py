@@ -107,10 +107,10 @@ class ShardedValue(Tensor):
         return wrapper
 
     @property
-    def called(self) -> str:
+    def name_now(self) -> str:
         """The parameter's name in the model, for people; `param_name` is the plan's."""
         owner = self._owner()
-        return self.param_name if owner is None else owner.runtime.called(self.param_name)
+        return self.param_name if owner is None else owner.runtime.name_now(self.param_name)
 
     @property
     def param_name(self) -> str:
@@ -169,7 +169,7 @@ class ShardedValue(Tensor):
         raise ZcError(self._refusal("Tensor.tolist"))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # as torch.Tensor has it
-        return f"{type(self).__name__}({self.called}, shape={tuple(self.shape)}, dtype={self.dtype})"
+        return f"{type(self).__name__}({self.name_now}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
     def __reduce_ex__(self, proto: Any) -> Any:
         raise ZcError(f"{self._what()} is sharded over ranks: save full_tensor() instead")
@@ -181,7 +181,7 @@ class ShardedValue(Tensor):
         return copied
 
     def _what(self) -> str:
-        return f"a value of {self.called}"
+        return f"a value of {self.name_now}"
 
     def _refusal(self, what: Any) -> str:
         return (
@@ -274,7 +274,7 @@ def _add(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if torch_private.current_graph_task() == -1 or not isinstance(value, ShardedValue) or not value.owner.shows(value):
         return _by_element(func, args, kwargs)
     if func is aten.add.Tensor:
-        raise ZcError(_CREATE_GRAPH.format(value.called))
+        raise ZcError(_CREATE_GRAPH.format(value.name_now))
     value.owner.add_grad(value.param_name, args[1])
     return value
 

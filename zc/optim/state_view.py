@@ -304,8 +304,8 @@ class StateView(MutableMapping[Any, Any]):
         kept = self._kept(name)
         if kept is None or (name not in self.owner.slices and name not in self._elsewhere):
             kept = self._keep(name, kept or {})
-        made = self._of_trial(self.owner.runtime.params[name].dim()) if key not in kept else {}
-        if made and key not in made:  # without a trial, what a caller exchanges is the class's, too
+        trial_state = self._of_trial(self.owner.runtime.params[name].dim()) if key not in kept else {}
+        if trial_state and key not in trial_state:  # without a trial, what a caller exchanges is the class's, too
             self._added.setdefault(name, set()).add(key)
         for where in [where for where, held in self._numbers.items() if held is value]:
             del self._numbers[where]  # it is one of this parameter's now
@@ -318,7 +318,7 @@ class StateView(MutableMapping[Any, Any]):
         for key, item in items.items():
             if isinstance(item, Tensor) and item.dim() and item.shape != shape and is_cut(key, before.get(key), shape):
                 raise ZcError(
-                    f"the state {key!r} of {self.owner.runtime.called(name)} was given a tensor of shape "
+                    f"the state {key!r} of {self.owner.runtime.name_now(name)} was given a tensor of shape "
                     f"{tuple(item.shape)}, and the parameter "
                     f"and the state of before have {tuple(shape)}: give it one of that shape"
                 )

@@ -247,7 +247,7 @@ class OverlappedWeights(Weights):
         for name, param in params.items():
             if is_held_elsewhere(param):
                 return (
-                    f"something other than the parameter holds the memory of {self.core.called(name)} (a view, "
+                    f"something other than the parameter holds the memory of {self.core.name_now(name)} (a view, "
                     "p.data, p.detach() or an array kept from before the step), and may be read unseen"
                 )
         return None

@@ -443,7 +443,7 @@ class ModelPasses(Part):
         ours. Ranks that read each other's memory have whole parameters first. Ranks that exchange messages must do so
         together, so they wait until Dynamo has broken the graph, as it does on all of them. What it breaks in another
         thread meanwhile, for another model, is no matter of this one, and other ranks would know nothing of it."""
-        known: dict[str, int] | None = None  # breaks before this thread's last compilation of a frame
+        breaks_before: dict[str, int] | None = None  # those before this thread's last compilation of a frame
         num_skipped, is_broken = torch_private.graph_breaks().get(torch_private.SKIPPED, 0), False
 
         def breaks() -> dict[str, int]:  # a frame that is being compiled counts as skipped so far
@@ -454,14 +454,14 @@ class ModelPasses(Part):
                 self._whole.unshard_for("code that Dynamo compiles anew may read", {*self.core.sharded_buckets})
 
         def before() -> None:
-            nonlocal known
-            known = breaks()
+            nonlocal breaks_before
+            breaks_before = breaks()
             if self.core.accumulators.routes.gathers_alone:
                 unshard()
 
         def after() -> None:
             nonlocal is_broken
-            if breaks() != known:
+            if breaks() != breaks_before:
                 is_broken = True
                 unshard()
 
@@ -470,7 +470,7 @@ class ModelPasses(Part):
                 yield
         finally:
             is_skipped = torch_private.graph_breaks().get(torch_private.SKIPPED, 0) != num_skipped
-            is_broken |= known is not None and is_skipped
+            is_broken |= breaks_before is not None and is_skipped
             self.may_break = is_broken or (self.may_break and not self._is_first)
             self._is_first = False
 

@@ -120,7 +120,7 @@ class WholeParams(Part):
             for slot, param in core.params_in(bucket):
                 if is_held_elsewhere(param):
                     core.say_once(
-                        f"{core.plan.why_sharded}: something that shares memory with {core.called(slot.name)} "
+                        f"{core.plan.why_sharded}: something that shares memory with {core.name_now(slot.name)} "
                         "outlives the update: "
                         "a view that the program has kept, or the graph of a loss without its backward. It has the "
                         "values of before, where a plain model's view would have the new ones, and its memory stays "
@@ -176,7 +176,7 @@ class WholeParams(Part):
                 if got != (slot.shape, bucket.param_dtype, bucket.device):
                     self.reshard(core.sharded_buckets)
                     raise ZcError(
-                        f"parameter {core.called(slot.name)} is {got[1]} of shape {got[0]} on {got[2]} now "
+                        f"parameter {core.name_now(slot.name)} is {got[1]} of shape {got[0]} on {got[2]} now "
                         "(param.data = ..., model.to), and "
                         f"{core.plan.why_sharded} has shards of {bucket.param_dtype} of shape {slot.shape} on "
                         f"{bucket.device}. Give it values of that kind (param.copy_). What was written into parameters "
