@@ -194,8 +194,8 @@ def check(
             raise UncoveredGradientError(
                 f"{name_now(name)}.grad holds a full gradient that did not come through a backward of this model; zc "
                 "trains from its own shards. Don't assign such a param.grad by hand: param.grad.copy_(whole) writes a "
-                "tensor that all ranks have, torch.autograd.backward(parameters, gradients) adds gradients as a backward "
-                "does, and values that were made of param.grad, such as param.grad * 0.5, can be assigned"
+                "tensor that all ranks have, torch.autograd.backward(parameters, gradients) adds gradients as a "
+                "backward does, and values that were made of param.grad, such as param.grad * 0.5, can be assigned"
             )
     for name, param in frozen.items():
         if param.requires_grad:
