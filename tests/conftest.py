@@ -13,6 +13,7 @@ import sys
 import tempfile
 from collections.abc import Generator, Iterator
 from pathlib import Path
+from types import FunctionType
 
 import pytest
 
@@ -30,6 +31,7 @@ from crashed_workers import pytest_xdist_make_scheduler  # noqa: E402, F401  (a 
 from harness import compiled_code, keep_kernels, kept_kernels  # noqa: E402
 from progress_lines import ProgressLines  # noqa: E402
 from rank_process import leave_out_guard_timing  # noqa: E402
+from tiers import FULL, full_only  # noqa: E402
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -60,6 +62,19 @@ def pytest_collection() -> Generator[None, object, object]:
             leave_out_guard_timing()
         gc.freeze()
         gc.enable()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pycollect_makeitem(obj: object) -> Generator[None, object, object]:
+    """Skips what `tiers.full_cases` names. All cases of a test come here, whichever were asked for."""
+    made = yield
+    marks = getattr(obj, "pytestmark", ()) if isinstance(obj, FunctionType) and not FULL else ()
+    for mark in marks:
+        if mark.name == "full_cases":
+            cases = {item.callspec.id: item for item in made}  # type: ignore[attr-defined]
+            for name in mark.args:
+                cases[name].add_marker(full_only)  # KeyError: no case has this name
+    return made
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import weakref
 
 import pytest
 import torch
+from tiers import full_cases
 from torch import nn
 
 import zc
@@ -58,6 +59,7 @@ def test_the_second_models_sizes_are_no_dynamic_sizes_of_the_first() -> None:
 
 
 @pytest.mark.parametrize("apart", [False, True], ids=["one graph", "a graph break"])
+@full_cases("one graph")
 def test_many_models_are_all_compiled(apart: bool) -> None:
     """The compiled forward has its own limit for each model; where they share code, each raises the common one."""
     models = []

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from harness import run_ranks
 from oracle import weights, worst
-from tiers import COMPILED, full_only
+from tiers import COMPILED, full_cases, full_only
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from training_runs import message_of
 from two_optimizers import CASE, MAKE, Loop, on_ranks, plain, reference, train, two_adamw, wide_muon
@@ -50,6 +50,7 @@ def _then(rank: int, world_size: int, folder: str, loop: Loop, stage: int, backe
     ("before", "after", "stage", "make", "tolerance"),
     [(2, 3, 2, "WideMuon", 2e-5), pytest.param(3, 2, 1, "WideMuon", 2e-5, marks=full_only), (1, 3, 1, "Muon", 0.02)],
 )
+@full_cases("1-3-1-Muon-0.02")
 def test_another_number_of_ranks_goes_on(
     before: int, after: int, stage: int, make: str, tolerance: float, tmp_path: Path
 ) -> None:

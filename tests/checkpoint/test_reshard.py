@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from harness import run_cases, run_ranks
 from models import CASES
 from save_and_load import Job, joined, load_and_train, parts, train_and_save
-from tiers import FULL
+from tiers import FULL, full_cases
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -88,6 +88,7 @@ def test_plain_dcp_reads_it_in_the_modules_own_shapes(tmp_path: Path) -> None:
     [{"bucket_nbytes": 64}, {"offload": "disk"}, {"overlap_gather": True}],
     ids=["bucket_nbytes", "disk", "overlap_gather"],
 )
+@full_cases("overlap_gather", "bucket_nbytes")
 def test_into_another_plan(others: dict[str, Any], tmp_path: Path) -> None:
     if others.get("offload") == "disk":
         (tmp_path / "state").mkdir()

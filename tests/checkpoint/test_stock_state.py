@@ -15,6 +15,7 @@ from models import CASES
 from save_and_load import Job, joined, parts
 from test_reshard import OPTIMIZERS, assert_same
 from test_ways_out_and_in import plain_steps
+from tiers import full_cases
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -57,6 +58,7 @@ CHAINS = {"AdamW": ("gpt_tied", adamw, (2, 3, 1)), "Adafactor": ("matrices", OPT
 
 
 @pytest.mark.parametrize("name", CHAINS)
+@full_cases("AdamW")
 def test_saved_by_2_ranks_and_resumed_by_others(name: str, tmp_path: Path) -> None:
     """KeyError: 0."""
     case, make, widths = CHAINS[name]

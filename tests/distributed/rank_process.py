@@ -158,6 +158,7 @@ def _serve(connection: Connection, stacks: str) -> None:
             # GIL, and joins a thread of it that may wait for the GIL (torch 2.13)
             groups = [_start_job(rank, store, world_size, timeout)]
             fn, args = pickle.loads(message)
+            freeze_what_stays()  # the modules of this job
             answer = pickle.dumps((True, _run(fn, rank, world_size, args)))
         except BaseException:  # noqa: BLE001  (whatever it is, it goes to the test that asked)
             is_fine, answer = False, pickle.dumps((False, traceback.format_exc()))
@@ -222,14 +223,19 @@ def _end_job(is_fine: bool) -> None:
             dist.barrier()
     dist.destroy_process_group()  # a failed rank does so at once: whoever waits for it gets an error, not a timeout
     collect()
-    # What is alive between jobs (modules, caches) stays: to walk it each time takes 0.2 s. A model may still be alive,
-    # in a thread that waits or an error that something keeps; frozen, it would stay for good, with its groups' threads.
+    freeze_what_stays()
+
+
+def freeze_what_stays() -> None:
+    """What is alive between jobs (modules, caches) stays: to walk it each time takes 0.1 to 0.2 s. A model may still be
+    alive, in a thread that waits or an error that something keeps; frozen, it would stay for good, with its groups'
+    threads."""
     if not any(thread.name.startswith("zc ") for thread in threading.enumerate()):
         gc.freeze()
 
 
 def collect() -> None:
-    """Between two cases of a job. It freezes nothing: what a case has left alive may be garbage later."""
+    """Between two cases of a job, or two measurements. It freezes nothing: what is alive may be garbage later."""
     import torch._dynamo
 
     torch._dynamo.reset()  # its caches hold models

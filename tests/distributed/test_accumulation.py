@@ -13,7 +13,7 @@ import torch.distributed as dist
 from harness import run_cases
 from models import CASES, probe
 from oracle import full_gradients, weights, worst
-from tiers import FULL
+from tiers import FULL, full_cases
 from torch import Tensor, nn
 from training_runs import adamw, counted_collectives, environment, sgd
 
@@ -133,6 +133,7 @@ def _what_is_sent(
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@full_cases("aot_eager")
 def test_declared_microbatches_send_nothing_in_stage_1(backend: str) -> None:
     """deepspeed#7366 (a reduction on every microstep), pytorch#187732 (none from iteration 2 on): one reduction a
     bucket and update with no_sync, in every update; without it and in stage 2 one a bucket and backward. The order is

@@ -14,7 +14,7 @@ import pytest
 import torch
 from harness import run_ranks
 from models import Block, mean_square, mlp, vectors
-from tiers import FULL, full_only
+from tiers import FULL, full_cases, full_only
 from torch import nn
 from training_runs import adamw
 
@@ -75,6 +75,7 @@ def same(world_size: int, backend: str, runs: list[dict[str, Any]]) -> list[int]
     ("stage", "backend"),
     [(1, "eager"), (2, "aot_eager"), *(pytest.param(*c, marks=full_only) for c in ((2, "eager"), (1, "aot_eager")))],
 )
+@full_cases("2-aot_eager")
 def test_bucket_size_overlap_and_ring(stage: int, backend: str) -> None:
     """deepspeed#6351 (the bucket size changed convergence), deepspeed#5606, deepspeed#7805 (a bucket overwritten while
     it was read), deepspeed#8061 (an overlap that read too early)."""
@@ -93,6 +94,7 @@ def test_bucket_size_overlap_and_ring(stage: int, backend: str) -> None:
     assert num_buckets[0] == 11 and 1 in num_buckets, "the sizes do differ"
 
 
+@full_only
 def test_bucket_size_and_overlap_of_blocks_in_bf16_under_inductor() -> None:
     """Inductor rounds to bf16 where a fused kernel ends. So the cuts may not depend on the bucket's size, which is half
     a block here, one, and four; nor on overlap_gather (ZC_TESTS=full). By default one rank: where a graph is cut does

@@ -16,7 +16,7 @@ import torch
 from harness import run_ranks
 from loops_over_blocks import BLOCKS, DIM, LOOPS, SIZES, Block, HeadOfItsOwn, Net, blocks, build, train
 from oracle import relative
-from tiers import FULL, full_only
+from tiers import FULL, full_cases, full_only
 
 import zc
 
@@ -73,6 +73,7 @@ def sample(stage: int) -> list[str]:
 
 
 @pytest.mark.parametrize(("stage", "size"), WAYS)
+@full_cases("2-one")
 def test_the_same_weights_without_zc(stage: int, size: str) -> None:
     num_ranks = 2 if FULL else 1  # two train blocks of both stages and sizes in test_overlap_gather_of_blocks.py
     assert run_ranks(both, num_ranks, sample(stage), stage, size, "aot_eager", timeout=400.0) == [[]] * num_ranks

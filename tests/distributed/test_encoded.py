@@ -10,7 +10,7 @@ import pytest
 import torch
 from harness import run_ranks
 from oracle import weights, worst
-from tiers import FULL
+from tiers import FULL, full_cases
 from torch import Tensor, nn
 from training_runs import environment
 
@@ -55,6 +55,7 @@ def run(rank: int, world_size: int, per_host: int, every: list[dict[str, Any]]) 
 @pytest.mark.parametrize(
     ("world_size", "per_host", "stages"), [(2, 1, (1, 2)), (4, 2, (1, 2) if FULL else (2,))]
 )
+@full_cases("2-1-stages0")
 def test_bits_depend_on_the_topology_alone(world_size: int, per_host: int, stages: tuple[int, ...]) -> None:
     """Two bucket sizes, overlap, both stages' ways to reduce, and again; all ranks have the same."""
     small = {"bucket_nbytes": 3000}
@@ -86,11 +87,13 @@ def in_stage_3(rank: int, world_size: int, per_host: int, first: dict[str, Any],
 
 
 @pytest.mark.parametrize(("world_size", "per_host"), [(2, 1), (4, 2)])
+@full_cases("4-2")
 def test_gradients_in_8_bits_give_stage_3_the_bits_of_stage_2(world_size: int, per_host: int) -> None:
     assert all(run_ranks(in_stage_3, world_size, per_host, {"stage": 2}, "eager"))
 
 
 @pytest.mark.parametrize(("world_size", "per_host", "backend"), [(2, 1, "aot_eager"), (4, 2, "eager")])
+@full_cases("2-1-aot_eager")
 def test_weights_in_8_bits_have_the_same_bits_for_every_cap(world_size: int, per_host: int, backend: str) -> None:
     assert all(run_ranks(in_stage_3, world_size, per_host, {}, backend))
 
@@ -222,6 +225,7 @@ def plain_state(model: nn.Module) -> dict[str, Tensor]:
     ("world_size", "per_host", "backend", "top"),
     [(2, 1, "eager", 127), (2, 1, "aot_eager", 7), (4, 2, "aot_eager" if FULL else "eager", 127)],
 )
+@full_cases("2-1-aot_eager-7")
 def test_a_forward_of_stage_3_reads_rounded_weights_and_nothing_else_does(
     world_size: int, per_host: int, backend: str, top: int
 ) -> None:

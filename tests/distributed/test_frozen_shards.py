@@ -8,7 +8,7 @@ import torch.distributed as dist
 from harness import run_ranks
 from models import seeded
 from oracle import relative
-from tiers import FULL
+from tiers import FULL, full_cases
 from torch import Tensor, nn
 
 import zc
@@ -111,6 +111,7 @@ def stages(rank: int, world_size: int, has_blocks: bool, backend: str) -> list[s
     ("world_size", "has_blocks", "backend"),
     [(2, True, "aot_eager"), (3, False, "eager"), *([(2, False, "inductor")] if FULL else [])],
 )
+@full_cases("2-True-aot_eager")
 def test_the_weights_of_stage_2(world_size: int, has_blocks: bool, backend: str) -> None:
     assert run_ranks(stages, world_size, has_blocks, backend, timeout=300.0) == [[]] * world_size
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from harness import run_ranks
-from tiers import COMPILED
+from tiers import COMPILED, full_cases
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from training_runs import message_of
@@ -121,6 +121,7 @@ def _edited(rank: int, world_size: int, dtype: torch.dtype, options: dict[str, A
     ],
     ids=["3 ranks", "stage 3", "bf16", "offload", "replicas"],
 )
+@full_cases("replicas", "3 ranks", "stage 3")
 def test_gradients_of_every_kind_are_values(num_ranks: int, dtype: torch.dtype, options: dict[str, Any]) -> None:
     for worst in run_ranks(_edited, num_ranks, dtype, options):
         assert worst < (1e-5 if dtype == torch.float32 else 3e-2)

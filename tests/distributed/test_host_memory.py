@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 import torch
 from harness import run_cases, run_ranks
-from tiers import FULL
+from tiers import FULL, full_cases
 from torch import Tensor, nn
 from training_runs import Run, environment, message_of, zc_weights
 
@@ -46,6 +46,7 @@ def _counted(rank: int, world_size: int, run: Run, host_memory: str) -> tuple[di
 
 
 @pytest.mark.parametrize(("world_size", "number"), [(2, 0), (3, 3), *([(3, 1), (3, 2)] if FULL else [])])
+@full_cases("2-0")
 def test_the_same_bits_as_by_messages(world_size: int, number: int) -> None:
     read, sent = (run_ranks(_counted, world_size, RUNS[number], host_memory) for host_memory in "10")
     for (got, nbytes), (wanted, none) in zip(read, sent, strict=True):

@@ -12,7 +12,7 @@ import torch
 from harness import run_cases
 from live_memory import nbytes_since, storages
 from models import mean_square, mlp, vectors
-from tiers import FULL
+from tiers import FULL, full_cases
 from training_runs import adamw
 
 import zc
@@ -73,6 +73,7 @@ def _held(rank: int, world_size: int, stage: int, options: dict[str, Any]) -> di
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
+@full_cases("2")
 def test_persistent_bytes_are_the_formula(world_size: int) -> None:
     """The reason to use ZeRO at all, asserted to the byte; and nothing else may stay alive beside what is claimed."""
     native, one_buffer = {"reduce": "native"}, {"num_buffers": 1}

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from harness import run_ranks
 from models import CASES, Case, mean_square, vectors
 from oracle import weights, worst
-from tiers import full_only
+from tiers import full_cases, full_only
 from torch import Tensor, nn
 from torch.optim import Adafactor, Optimizer
 from training_runs import Run, adamw, ddp_weights, train_zc
@@ -98,6 +98,7 @@ LOOPS: list[Any] = [
 
 
 @pytest.mark.parametrize(("world_size", "backend", "given"), LOOPS)
+@full_cases("1-aot_eager-given4", "3-eager-given3")
 def test_the_same_weights_as_ddp(world_size: int, backend: str, given: dict[str, Any]) -> None:
     """A channels_last model had row-major weights from zc.compile on, and no word of it."""
     run = Run("formats", backend=backend, updates=5, **given)
@@ -144,6 +145,7 @@ def _assert_same_states(got: Any, wanted: Any) -> None:
 
 
 @pytest.mark.parametrize("make", [adamw, factors])
+@full_cases("factors")
 def test_checkpoints_know_names_and_shapes_not_the_order(make: Any, tmp_path: Path) -> None:
     """2 ranks, 3 that are row-major, 1, and 2 with bf16 weights."""
     chain: list[tuple[int, str, dict[str, Any]]] = [

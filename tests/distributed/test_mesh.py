@@ -15,7 +15,7 @@ import torch.distributed as dist
 from harness import run_cases, run_ranks
 from models import Stack
 from oracle import weights, worst
-from tiers import COMPILED, FULL, full_only
+from tiers import COMPILED, FULL, full_cases, full_only
 from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
@@ -167,6 +167,7 @@ def assert_as_ddp(got: Sequence[dict[str, Any]], wanted: Sequence[dict[str, Any]
         ((1, 4), "adamw", 2, "eager", {}, True),
     ],
 )
+@full_cases("shape4-muon-2-eager-options4-False", "shape2-adamw-2-eager-options2-False")
 def test_ddp_s_losses_and_weights(
     shape: tuple[int, int], make: str, stage: int, backend: str, options: dict[str, Any], memory: bool
 ) -> None:

@@ -11,7 +11,7 @@ from harness import run_cases, run_ranks
 from late_gathers import Delayed
 from models import Heads, mean_square, mlp, seeded, vectors
 from oracle import weights, worst
-from tiers import FULL
+from tiers import FULL, full_cases
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -119,6 +119,7 @@ def bitwise(
 
 
 @pytest.mark.parametrize("stage", [1, 2])
+@full_cases("2")
 def test_bitwise_the_same_whichever_stream_is_late(stage: int) -> None:
     """Each stream in turn slower than all others; with clipping, zeros for gradients, and narrow parameters."""
     base = {"stage": stage, "param_dtype": torch.bfloat16}

@@ -15,7 +15,7 @@ import torch
 from harness import run_ranks
 from late_gathers import Delayed
 from models import seeded
-from tiers import COMPILED, FULL
+from tiers import COMPILED, FULL, full_cases
 from torch import Tensor, nn
 
 import zc
@@ -105,6 +105,7 @@ REST = [(1, "AdamW", None), (2, "AdamW", torch.bfloat16), (3, "Muon", None)]
 
 
 @pytest.mark.parametrize(("world_size", "optimizer", "dtype"), SAMPLE + REST if FULL else SAMPLE)
+@full_cases("2-AdamW-None", "3-AdamW-dtype3")
 def test_the_bits_of_stage_2_with_offload_and_of_stage_3_without(
     world_size: int, optimizer: str, dtype: torch.dtype | None
 ) -> None:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from harness import run_cases
 from models import Heads, seeded
 from oracle import weights
-from tiers import FULL
+from tiers import FULL, full_cases
 from torch import Tensor, nn
 from torch.optim import SGD
 
@@ -235,6 +235,7 @@ def compiled_in_stage_2(name: str) -> tuple[Seen, ...]:
 
 
 @pytest.mark.parametrize("name", LOOPS)
+@full_cases("microbatches in no_sync", "another trunk than proposed")
 def test_ranks_that_bring_other_gradients(name: str) -> None:
     compiled_in_stage_2(name)
 
@@ -255,6 +256,7 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("name", ["microbatches in no_sync", "one backward more"])
+@full_cases("one backward more")
 def test_with_every_option(name: str) -> None:
     compiled = OPTIONS if FULL else OPTIONS[2:3] if name == "microbatches in no_sync" else ()
     check(name, [(2, "aot_eager" if options in compiled else "eager", options) for options in OPTIONS])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from harness import run_cases, run_ranks
 from oracle import weights, worst
-from tiers import COMPILED
+from tiers import COMPILED, full_cases
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 from training_runs import message_of
@@ -46,6 +46,7 @@ ALL = Loop(updates=4, microbatches=2, max_norm=0.5, scheduled=True)
 
 
 @pytest.mark.parametrize(("stage", "backend", "own_clip"), [(1, "eager", True), (2, COMPILED, False)])
+@full_cases("1-eager-True")
 def test_matrices_and_the_rest(stage: int, backend: str, own_clip: bool) -> None:
     """Clipping over all, torch's and zc's, a scheduler each, accumulation: one process's weights."""
     check(3, ALL, own_clip=own_clip, stage=stage, backend=backend)

@@ -10,7 +10,7 @@ import torch
 from harness import run_ranks
 from live_memory import nbytes_since, storages
 from test_frozen_shards import DIM, UPDATES, Net, differences, made, train
-from tiers import COMPILED, FULL
+from tiers import COMPILED, FULL, full_cases
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -56,6 +56,7 @@ CELLS = [  # by default not by Inductor, whose segments meet weights in shards i
 
 
 @pytest.mark.parametrize(("world_size", "has_blocks", "backend", "stage"), CELLS if FULL else CELLS[:2])
+@full_cases("2-True-aot_eager-1")
 def test_the_bits_of_whole_frozen_parameters(world_size: int, has_blocks: bool, backend: str, stage: int) -> None:
     assert run_ranks(compared, world_size, has_blocks, backend, stage, timeout=300.0) == [[]] * world_size
 

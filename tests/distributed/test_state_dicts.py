@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from harness import run_ranks
 from test_state_loads import net, steps
+from tiers import full_cases
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -82,6 +83,7 @@ def differences(rank: int, world_size: int, replicas: int) -> list[str]:
 
 
 @pytest.mark.parametrize(("world_size", "replicas"), [(1, 1), (2, 1), (3, 1), (4, 2)])
+@full_cases("2-1", "3-1")
 def test_each_rank_has_its_rows(world_size: int, replicas: int) -> None:
     for reads_memory in "10" if world_size == 2 else "1":
         assert run_ranks(rows, world_size, replicas, reads_memory) == [[]] * world_size

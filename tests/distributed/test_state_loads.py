@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from harness import run_ranks
 from models import seeded
+from tiers import full_cases
 from torch import Tensor, nn
 
 import zc
@@ -102,6 +103,7 @@ def loads(rank: int, world_size: int, options: dict[str, Any]) -> dict[str, Any]
 @pytest.mark.parametrize(
     ("world_size", "options"), [(2, {}), (4, {}), (2, {"offload": "cpu"}), (3, {"param_dtype": torch.bfloat16})]
 )
+@full_cases("4-options1", "2-options2")
 def test_a_plain_model_that_loads_the_same_has_the_same_bits(world_size: int, options: dict[str, Any]) -> None:
     for seen in run_ranks(loads, world_size, options, timeout=90.0):
         assert seen == {"different": [], "masters": "param_dtype" in options}

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from harness import run_ranks
-from tiers import COMPILED
+from tiers import COMPILED, full_cases
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
@@ -128,6 +128,7 @@ CASES: list[tuple[int, str, bool, bool, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("num_ranks", "kind", "declares", "counts_before", "options"), CASES)
+@full_cases("3-adam-True-True-options5", "3-adam-True-False-options1", "3-adam-False-False-options3")
 def test_it_is_the_mean_over_all_tokens(
     num_ranks: int, kind: str, declares: bool, counts_before: bool, options: dict[str, Any]
 ) -> None:

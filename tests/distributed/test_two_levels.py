@@ -11,7 +11,7 @@ import pytest
 import torch
 from harness import run_cases, run_ranks
 from oracle import weights, worst
-from tiers import FULL, full_only
+from tiers import FULL, full_cases, full_only
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from training_runs import Run, ddp_reference, environment, message_of, zc_weights
@@ -105,6 +105,7 @@ def loop(
 
 
 @pytest.mark.parametrize("stage", [1, 2])
+@full_cases("1")
 def test_a_checkpoint_of_one_topology_loads_in_another(tmp_path: Path, stage: int) -> None:
     """2 hosts of 2, then 1 of 2, then 3 of 1; inputs are the same on all ranks, so all have one result."""
     folder = str(tmp_path / "saved")

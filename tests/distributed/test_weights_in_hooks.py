@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from harness import run_ranks
-from tiers import FULL
+from tiers import FULL, full_cases
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -97,6 +97,7 @@ def _compare(
 
 @pytest.mark.parametrize("options", [{"stage": 3}, {"stage": 2, "shard_frozen": True}], ids=["3", "shard_frozen"])
 @pytest.mark.parametrize("backend", ["aot_eager", "eager"])
+@full_cases("aot_eager-3")
 def test_hooks_read_weights_that_are_sharded(backend: str, options: dict[str, Any]) -> None:
     """Compiled, they found parameters over no bytes from the second step on, which ended the process. The tolerance is
     that of sums in another order, of four updates by gradients of about 1."""

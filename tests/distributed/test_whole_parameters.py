@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from harness import run_cases, run_ranks
 from oracle import weights, worst
-from tiers import FULL
+from tiers import FULL, full_cases
 from torch import nn
 from torch.optim import Optimizer
 from training_runs import message_of
@@ -77,6 +77,7 @@ WAYS: dict[int, list[tuple[int, dict[str, Any]]]] = {  # stages and options, by 
 
 
 @pytest.mark.parametrize("world_size", WAYS)
+@full_cases("4")
 def test_the_bits_of_a_single_process(world_size: int) -> None:
     """bf16 iteration and all: an optimizer sees whole gradients, weights and states, and none of the ranks. By default
     groups of two kinds in one optimizer train in every second way: whole parameters take the same ways."""

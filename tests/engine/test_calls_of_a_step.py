@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import full_cases
 from torch import nn
 
 import zc
@@ -48,6 +49,7 @@ def calls_of_step(num_norms: int, **options: Any) -> Counter[str]:
 
 
 @pytest.mark.parametrize("stage", [1, 2])
+@full_cases("1")
 def test_a_step_calls_one_function_for_a_parameter(stage: int) -> None:
     """That is the hook that autograd calls for each; whatever else loops over parameters does so in one call. (Each
     model that the process still has costs a few more.)"""

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from harness import run_cases, run_ranks
 from models_table import BACKENDS, keep_row, table
 from oracle import weights
-from tiers import FULL, full_only
+from tiers import FULL, full_cases, full_only
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
@@ -138,6 +138,7 @@ def test_op_by_op(name: str) -> None:
     ("name", "stage", "backend"),
     [(name, stage, backend) for name in ZOO for stage in STAGES for backend in BACKENDS[1:]] if FULL else COMPILED,
 )
+@full_cases("Mixtral-2-aot_eager")
 def test_compiled(name: str, stage: int, backend: str) -> None:
     check(name, stage, backend)
 
@@ -146,6 +147,7 @@ def test_compiled(name: str, stage: int, backend: str) -> None:
     ("name", "world_size", "backend"),
     [(name, ranks, backend) for name in ZOO for ranks in (1, 2, 3, 4) for backend in BACKENDS] if FULL else IN_STAGE_3,
 )
+@full_cases("diffusion U-Net-2-eager")
 def test_stage_3_has_the_bits_of_stage_2(name: str, world_size: int, backend: str) -> None:
     cases = [(name, 2, backend), *((name, 3, backend, cap) for cap in (CAPS if FULL else CAPS[:1]))]
     (_, wanted), *others = run_cases(train, world_size, cases, timeout=600)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from graphs import chain, plan_for
 from llama import Llama, tokens
-from tiers import FULL, full_only
+from tiers import FULL, full_cases, full_only
 from torch import Tensor, fx
 
 import zc
@@ -207,6 +207,7 @@ def equal(a: list[Tensor], b: list[Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@full_cases("torch.float32")
 def test_stage_2_has_the_copied_path_s_bits(dtype: torch.dtype) -> None:
     (copied, _), (in_place, report) = trained(False, dtype=dtype), trained(True, dtype=dtype)
     assert equal(copied, in_place)
@@ -234,6 +235,7 @@ def share(dtype: torch.dtype, stage: int) -> float:
     ("dtype", "stage"),
     [(torch.float32, 1), pytest.param(torch.float32, 2, marks=full_only), (torch.bfloat16, 2)], ids=str,
 )  # fmt: skip
+@full_cases("torch.float32-1")
 def test_of_a_llama_95_percent_of_the_gradient_bytes_are_never_copied(dtype: torch.dtype, stage: int) -> None:
     """In fp32 all but the norms. In bf16 the embedding is copied too: its rows are summed in fp32."""
     assert share(dtype, stage) >= (0.95 if dtype == torch.bfloat16 else 0.99)

@@ -14,7 +14,7 @@ import simulation
 from oracles import Enumeration
 from schedules import make, offloaded, part_of, schedule, step_of, surrounded
 from simulation import Case, is_wrong, plan_of, replaced
-from tiers import FULL
+from tiers import FULL, full_cases
 from torch import fx
 
 from zc.passes.base import copy_graph
@@ -50,6 +50,7 @@ def orders(case: Case) -> Iterator[adversary.Chooser]:
 
 @pytest.mark.parametrize("mode", ["cpu", "device"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
+@full_cases("2-cpu", "2-device")
 def test_every_intact_schedule_is_accepted(mode: str, stage: int) -> None:
     """Whole graphs and graphs with a part of a bucket, inside and outside of no_sync, however many slots and ranks."""
     for world_size, ring, slots, in_place in itertools.product((1, 2), (1, 2), (1, 2), (False, True)):

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from tiers import FULL
+from tiers import FULL, full_cases
 from torch import fx
 
 from zc.config import Config
@@ -73,6 +73,7 @@ WAYS = [
 
 @pytest.mark.parametrize("ring", [1, 2, 3])
 @pytest.mark.parametrize("is_boundary", [True, False])
+@full_cases("True-1", "True-3", "False-1", "False-3")
 def test_a_rebased_schedule_is_the_one_that_the_passes_make(ring: int, is_boundary: bool) -> None:
     """Compared with the passes' own for the other block; rings turned, it is proved anew."""
     count = 0
