@@ -1,8 +1,8 @@
 """Training loops as people write them: each row of the table is right, or refused with the error that it names.
 
-By default each row but those of the full tier runs once, with the stages in turn, some by aot_eager, the others eager:
-to compile takes ten times as long as to run. Stage 3 does the same with overlap_gather or shard_frozen as without: such rows have stages 1 and 2. One row also
-runs by Inductor. ZC_TESTS=full runs all cells.
+By default each row but those of the full tier runs once, with the stages in turn, some by aot_eager and one by Inductor,
+the others eager: to compile takes ten times as long as to run. Stage 3 does the same with overlap_gather or
+shard_frozen as without: such rows have stages 1 and 2. ZC_TESTS=full runs all cells.
 docs/compatibility.md is made from all cells: ``python tests/compatibility/generate.py``.
 """
 
@@ -25,7 +25,7 @@ import zc
 from zc.engine import param_checks
 
 PER_JOB = 24
-# Rows whose graphs run lines or branches of zc that fewer than three other tests run, and some whose point is in a graph
+# Rows whose graphs run lines or branches of zc that fewer than three other tests run, or whose point is in a graph
 COMPILED_ROWS = (
     "a gradient penalty (double backward)",
     "a whole block replaced, zc.recompile(model)",
