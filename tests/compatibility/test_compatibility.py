@@ -1,6 +1,6 @@
 """Training loops as people write them: each row of the table is right, or refused with the error that it names.
 
-By default each row but those of the full tier runs once, with the stages in turn, some by aot_eager and one by Inductor,
+By default each row but those of the full tier runs once, with the stages in turn, some by aot_eager, one by Inductor,
 the others eager: to compile takes ten times as long as to run. Stage 3 does the same with overlap_gather or
 shard_frozen as without: such rows have stages 1 and 2. ZC_TESTS=full runs all cells.
 docs/compatibility.md is made from all cells: ``python tests/compatibility/generate.py``.
