@@ -25,7 +25,7 @@ from zc.checkpoint.folders import latest
 from zc.checkpoint.safetensors_files import export, load_pretrained
 from zc.checkpoint.save_load import load, load_state_dict, save, state_dict
 from zc.checkpoint.saving import Saving
-from zc.checkpoint.whole_state import full_optimizer_state
+from zc.checkpoint.stock_state import full_optimizer_state
 from zc.errors import (
     CheckpointError,
     PassError,

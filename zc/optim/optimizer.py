@@ -32,7 +32,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from zc import torch_private
-from zc.engine.memory_order import change_each, flattened, in_shape, is_cut, values_in
+from zc.engine.memory_order import Sent, change_each, flattened, in_shape, is_cut, joined
 from zc.errors import PlanError, ZcError
 from zc.optim.assignment import is_known
 from zc.optim.class_methods import candidates, may_zero, mentions, on_slices
@@ -239,25 +239,13 @@ class ShardedOptimizer:
     def _whole_state(self, name: str, away: Away, slot: Slot) -> dict[str, Any]:
         """The state of a parameter that comes back, whole: ranks had other elements of it. All ranks call it."""
 
-        def sent(key: Any, item: Any) -> tuple[bool, str, Any]:
-            if not isinstance(item, Tensor):
-                return False, "", item
-            is_part = is_cut(key, item, away.shape)
-            return is_part, item.device.type, (flattened(item, slot) if is_part else item.detach()).cpu()
+        def sent(key: Any, item: Any) -> Sent:
+            return Sent.of(item, flattened(item, slot) if is_cut(key, item, away.shape) else None)
 
         row = away.start, change_each(sent, None, away.state if away.shape.numel() else {})
         rows = self.runtime.group.shard.gather_objects(row, f"the optimizer state of {name}, which comes back")
-        states = [state for _, state in sorted(rows, key=itemgetter(0)) if state]
-        parts = zip(*([part for _, part in values_in(None, state)] for state in states), strict=True)
-        device = self.runtime.plan.buckets[0].device
-
-        def joined(_: Any, of_first: tuple[bool, str, Any]) -> Any:
-            (is_part, place, item), same = of_first, next(parts)
-            if is_part:
-                item = in_shape(torch.cat([flat for _, _, flat in same]), slot)
-            return item.to(device) if place not in ("", "cpu") else item
-
-        whole: dict[str, Any] = change_each(joined, None, states[0] if states else {})
+        parts = [state for _, state in sorted(rows, key=itemgetter(0)) if state]
+        whole: dict[str, Any] = joined(parts, slot, self.runtime.plan.buckets[0].device) if parts else {}
         return whole
 
     def _try(self, groups: Sequence[dict[str, Any]]) -> None:
