@@ -25,7 +25,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zc.checkpoint.other_state import (
+from zc.checkpoint.shards import ShardOf
+from zc.checkpoint.state import (
     OTHER,
     OWN,
     PART_KEY,
@@ -33,11 +34,14 @@ from zc.checkpoint.other_state import (
     check_together,
     frozen_keys,
     frozen_of,
+    groups_of,
+    in_model,
     members_of,
+    numbered,
+    others,
     own_part,
+    owned,
 )
-from zc.checkpoint.shards import ShardOf
-from zc.checkpoint.state import groups_of, in_model, numbered, others, owned
 from zc.checkpoint.target import Path, Target, add_model, add_optimizers, check_groups, check_names
 from zc.engine.memory_order import change_each, in_shape
 from zc.errors import CheckpointError

@@ -29,11 +29,23 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zc import torch_private
-from zc.checkpoint.other_state import OWN, refuse_together, state_by_string, states_of_frozen
 from zc.checkpoint.plain_state import from_optimizer_state
 from zc.checkpoint.saving import channel_of
 from zc.checkpoint.shards import ShardOf
-from zc.checkpoint.state import group_of, groups_of, host_copy, numbered, owned, state_of, synchronized, trained
+from zc.checkpoint.state import (
+    OWN,
+    group_of,
+    groups_of,
+    host_copy,
+    numbered,
+    owned,
+    refuse_together,
+    state_by_string,
+    state_of,
+    states_of_frozen,
+    synchronized,
+    trained,
+)
 from zc.checkpoint.target import commit
 from zc.engine.memory_order import Sent, change_each, joined
 from zc.errors import CheckpointError, PlanError

@@ -4,7 +4,7 @@ Whatever wrote it, a state is entries by path; a path has the keys of a `zc.stat
 
     ("model", name)                              a weight, buffer or extra state
     ("optimizer", "state", name, key)            a state of a parameter
-    ("optimizer", "param_groups", number, key)   an option; other keys below "optimizer": zc/checkpoint/other_state.py
+    ("optimizer", "param_groups", number, key)   an option; other keys below "optimizer": zc/checkpoint/state.py
 
 Each format makes the entries of what it has, values in memory or `Stored` ones. `add_model` and `add_optimizers` check
 them and take this rank's part into a `Target`, beside the live state, and `commit` replaces that.
@@ -26,26 +26,24 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.optim import Optimizer
 
 from zc import torch_private
-from zc.checkpoint.other_state import (
+from zc.checkpoint.shards import ReadOnly, ShardOf, own_key, with_own_keys
+from zc.checkpoint.state import (
     OTHER,
     OWN,
     TOGETHER,
+    Owned,
     check_together,
     frozen_keys,
     frozen_of,
-    members_of,
-    take_own_entries,
-)
-from zc.checkpoint.shards import ReadOnly, ShardOf, own_key, with_own_keys
-from zc.checkpoint.state import (
-    Owned,
     group_of,
     groups_of,
     in_model,
     is_extra_state,
+    members_of,
     others,
     owned,
     refuse_hidden,
+    take_own_entries,
     trained,
 )
 from zc.engine.memory_order import change_each, in_shape
