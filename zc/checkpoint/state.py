@@ -99,8 +99,7 @@ class Owned:
 
     def parts(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """The optimizer's state of ``slice``: tensors with its elements as parts, the rest as it is."""
-        if self.slice is None:
-            return dict(state)
+        assert self.slice is not None, "who has no elements has no state"
         shape = self.slice.shape
 
         def part(key: Any, value: Any) -> Any:
