@@ -103,6 +103,7 @@ class ShardedOptimizer:
         self._is_known, self._may_zero = is_known(optimizer), may_zero(type(optimizer))
         self._flat = FlatSlices(self)
         self.habits = Habits()  # of an unknown class
+        self.loaded_updates: dict[str, int] = {}  # inside of a load of a whole state, of each parameter
         self.asked_by_zc = False  # inside of a `state_dict()` of zc's, of which the caller hears nothing
         self._given: dict[str, Given] = {}  # inside of a method of an unknown class: gradients of slices
         self.local.state, self.local.param_groups = optimizer.state, self._groups
@@ -531,9 +532,11 @@ class ShardedOptimizer:
         """That of the class, with slices for parameters."""
         self.look_at_groups()
         self._flat.is_state_asked_for = True
+        self.loaded_updates.clear()
         self.local.load_state_dict(state_dict)
         self.called_zero_grad = [0, 0]
-        self.state.loaded(self._names.values())
+        before = {name: self.state.num_updates_of(name) for name in self._names.values()}  # a part knows none of others
+        self.state.loaded({**before, **self.loaded_updates})
         self._take_options()
         self.local.param_groups = self._groups
         self.look_at_groups()

@@ -346,14 +346,14 @@ class StateView(MutableMapping[Any, Any]):
             view[key] = item
         return view
 
-    def loaded(self, names: Iterable[str]) -> None:
-        """A state was loaded, of these parameters."""
+    def loaded(self, num_updates: Mapping[str, int]) -> None:
+        """A state was loaded, of these parameters, which have had so many updates."""
         for name in list(self._held):
             self._let_go(name)
         self._elsewhere.clear()
         self._added.clear()
         self._numbers.clear()
-        self._updated = set(names)
+        self._updated, self._num_updates = set(num_updates), Counter(num_updates)
         self._noted.clear()  # the next update notes its parameters anew
 
     def forget(self, names: Iterable[str]) -> None:
