@@ -183,8 +183,11 @@ def _get(model: nn.Module, optimizers: Sequence[Optimizer], options: Any) -> dic
     if options.cpu_offload:
         return {**state, "state": whole} if sharded_model.runtime.group.rank == 0 else {}
     whole = _from_rank_0(sharded_model, whole)
-    on_device = partial(_on, device)
-    return {**state, "state": {n: change_each(on_device, None, items) for n, items in whole.items()}}
+
+    def on_device(_: Any, value: Any) -> Any:
+        return value.to(device) if isinstance(value, Tensor) and value.dim() > 0 else value
+
+    return {**state, "state": change_each(on_device, None, whole)}
 
 
 def _put(model: nn.Module, optimizers: Sequence[Optimizer], state: Any, options: Any) -> bool:
@@ -221,10 +224,6 @@ def _from_rank_0(sharded_model: ShardedModel, value: Any) -> Any:
         send = partial(dist.broadcast_object_list, values, group_src=0, group=group.object_group)
         group.call("sending the whole optimizer state", send)
     return values[0]
-
-
-def _on(device: torch.device, _: Any, value: Any) -> Any:
-    return value.to(device) if isinstance(value, Tensor) and value.dim() > 0 else value
 
 
 def _first_states(sharded_model: ShardedModel) -> dict[str, dict[str, Any]]:

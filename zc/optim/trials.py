@@ -151,9 +151,7 @@ def check_independent(optimizer: Optimizer, device: torch.device) -> None:
 
 def _differs_alone(trial: Trial) -> bool:
     pairs = zip(trial.together, trial.apart, strict=True)
-    return any(
-        _estimates(a, b) or difference(a.elementwise(), b.elementwise(), trial.close) is not None for a, b in pairs
-    )
+    return _differ(trial.together, trial.apart, trial.close) or any(_estimates(a, b) for a, b in pairs)
 
 
 def _own_generator(optimizer: Optimizer) -> str:
@@ -205,14 +203,11 @@ def _depends_on_position(optimizer: Optimizer, group: Mapping[str, Any], number:
     value, grads = small_data((16, 24), device)
     try:
         one, other = (
-            [each.elementwise() for each in update_copy(optimizer, group, [value] * number, [grads[:1]] * number, seed)]
-            for seed in (1, 2)
+            update_copy(optimizer, group, [value] * number, [grads[:1]] * number, seed) for seed in (1, 2)
         )
     except Exception:  # noqa: BLE001  (it can't be tried)
         return False
-    if any(difference(a, b) is not None for a, b in zip(one, other, strict=True)):
-        return False
-    return any(difference(one[0], each) is not None for each in one)
+    return not _differ(one, other) and _differ(one[:1] * number, one)
 
 
 class Habits(NamedTuple):
@@ -278,9 +273,7 @@ def _try_alone(optimizer: Optimizer, group: Mapping[str, Any], device: torch.dev
 
 
 def _has_own_states(trial: Trial) -> bool:
-    close = None if trial.is_random else trial.close
-    pairs = zip(trial.together, trial.apart, strict=True)
-    return all(same_state(dict(leaves(one.state)), dict(leaves(other.state)), close) for one, other in pairs)
+    return _have_same_states(trial.together, trial.apart, None if trial.is_random else trial.close)
 
 
 def _refuses_empty(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
@@ -392,9 +385,7 @@ def _try_pair(optimizer: Optimizer, group: Mapping[str, Any], device: torch.devi
             apart = [update_copy(optimizer, group, [v], [g], 1)[0] for v, g in zip(values, grads, strict=True)]
         except Exception as error:
             raise NeedsOthersError from error
-        pairs = zip(together, again, strict=True)
-        is_random = any(difference(a.elementwise(), b.elementwise()) is not None for a, b in pairs)
-        trial = Trial(together, apart, is_random, close)
+        trial = Trial(together, apart, _differ(together, again), close)
         if any(each.change.any() for each in together):
             return trial
         still = still or trial  # it may skip what is too large, and take the same gradients smaller
@@ -582,6 +573,12 @@ def difference(one: Mapping[str, Tensor], other: Mapping[str, Tensor], close: fl
     return None
 
 
+def _differ(some: Sequence[Updated], others: Sequence[Updated], close: float = CLOSE) -> bool:
+    """Whether a change, or a state, of one of these parameters differs by more than rounding."""
+    pairs = zip(some, others, strict=True)
+    return any(difference(a.elementwise(), b.elementwise(), close) is not None for a, b in pairs)
+
+
 def _is_close(one: Tensor, other: Tensor, close: float, is_change: bool = False) -> bool:
     if one.shape != other.shape:
         return False
@@ -605,8 +602,14 @@ def leaves(state: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, 
         yield path, state
 
 
-def same_state(one: Mapping[Any, Any], other: Mapping[Any, Any], close: float | None) -> bool:
-    """Whether both have the same items. ``close``: None where values differ by the random numbers that were drawn."""
+def _have_same_states(some: Sequence[Updated], others: Sequence[Updated], close: float | None) -> bool:
+    """Whether their states have the same items. ``close``: None where values differ by the random numbers that were
+    drawn."""
+    pairs = zip(some, others, strict=True)
+    return all(_is_same_state(dict(leaves(a.state)), dict(leaves(b.state)), close) for a, b in pairs)
+
+
+def _is_same_state(one: Mapping[Any, Any], other: Mapping[Any, Any], close: float | None) -> bool:
     if one.keys() != other.keys():
         return False
     for key, item in one.items():
@@ -761,17 +764,9 @@ def on_slices(
                 base = _try(optimizer, group, before, block, device)
                 if seen is None or base is None:
                     fit.discard(name)
-                elif not _are_same(seen, base):
+                elif _differ(seen, base, 0.0) or not _have_same_states(seen, base, 0.0):
                     changes.add(name)
     return [name for name in names if name in fit & changes]
-
-
-def _are_same(one: Sequence[Updated], other: Sequence[Updated]) -> bool:
-    return all(
-        difference(a.elementwise(), b.elementwise(), 0.0) is None
-        and same_state(dict(leaves(a.state)), dict(leaves(b.state)), 0.0)
-        for a, b in zip(one, other, strict=True)
-    )
 
 
 def _try(
@@ -796,14 +791,13 @@ def _try(
         returned = [each.returned for each in (*together, *again, *apart)]
         if any(item != returned[0] for item in returned) or not isinstance(returned[0], (int, float, str, type(None))):
             return None
-        if any(difference(a.elementwise(), b.elementwise()) is not None for a, b in zip(together, again, strict=True)):
+        if _differ(together, again):
             return None  # it draws random numbers
         if block is not None:
             whole = {key: value.view(-1) for key, value in together[0].elementwise().items()}
             is_same = difference(whole, joined_parts([part.elementwise() for part in apart]), close) is None
         else:
-            pairs = zip(together, apart, strict=True)
-            is_same = all(difference(a.elementwise(), b.elementwise(), close) is None for a, b in pairs)
+            is_same = not _differ(together, apart, close)
         return together if is_same else None
     return None
 
