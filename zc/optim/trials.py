@@ -27,7 +27,6 @@ in the same way.) What the optimizer refers to is copied so that a trial changes
 Pickle does the work, inside this process: it calls `Copies.persistent_id` with each object that it meets.
 """
 
-
 from __future__ import annotations
 
 import contextlib
@@ -67,7 +66,6 @@ def check_elementwise(optimizer: Optimizer, block: int, device: torch.device) ->
     """Raises PlanError where updating slices that begin and end at multiples of ``block`` elements differs from
     updating the whole parameter, in some group of ``optimizer``. Changes nothing."""
     name = type(optimizer).__name__
-    _refuse_wrappers(optimizer, f"zc.elementwise({name})")
     (_, columns), slices = cut_matrix(block)
     value, grads = small_data((ROWS, columns), device)
     for number, group in enumerate(optimizer.param_groups):
@@ -77,7 +75,10 @@ def check_elementwise(optimizer: Optimizer, block: int, device: torch.device) ->
         except Communicates as error:
             raise PlanError(_advice(optimizer, error)) from None
         except Exception as error:
-            raise PlanError(f"{where} can't be tried on small data: {type(error).__name__}: {error}") from error
+            raise PlanError(
+                f"{where} can't be tried on small data: {type(error).__name__}: {error}. Take the declaration away, "
+                "and whole parameters stay on one rank"
+            ) from error
         whole = updated.elementwise()
         if difference(whole, other.elementwise()) is not None:
             raise PlanError(f"{where} draws random numbers, so a slice's update is never the whole parameter's")
@@ -411,15 +412,6 @@ def _advice(optimizer: Optimizer, error: Communicates) -> str:
     )
 
 
-def _refuse_wrappers(optimizer: Optimizer, what: str) -> None:
-    name = wrapped(optimizer)
-    if name is not None:
-        raise PlanError(
-            f"{what}: its attribute {name} holds another optimizer or the parameters themselves, so it can't be tried "
-            "on small data. Take the declaration away, and whole parameters stay on one rank"
-        )
-
-
 STEPS = 3
 CLOSE = 1e-4  # of the largest change; a vector's tail may be summed in another order, which rounds differently
 
@@ -643,7 +635,7 @@ def _twin(optimizer: Optimizer) -> tuple[Optimizer, Copies]:
     leaves attributes alone that others have set, so they are shared. Raises UncopyableError where a step of the copy
     could change what is the caller's."""
     if (name := wrapped(optimizer)) is not None:
-        raise UncopyableError(f"its {name} holds another optimizer or the parameters themselves")
+        raise UncopyableError(f"its attribute {name} holds another optimizer or the parameters themselves")
     state: defaultdict[Any, Any] = defaultdict(dict)
     known: dict[int, Any] = {id(optimizer.state): state, id(vars(optimizer)["state"]): state}
     with torch_private.without_torch_function():
