@@ -20,12 +20,12 @@ from zc.api import (
 from zc.checking.check import check
 from zc.checking.report import Report
 from zc.checkpoint.deepspeed import load_universal
+from zc.checkpoint.files import latest
 from zc.checkpoint.first_values import initialize
-from zc.checkpoint.folders import latest
 from zc.checkpoint.safetensors_files import export, load_pretrained
 from zc.checkpoint.save_load import load, load_state_dict, save, state_dict
 from zc.checkpoint.saving import Saving
-from zc.checkpoint.whole_state import full_optimizer_state
+from zc.checkpoint.stock_state import full_optimizer_state
 from zc.errors import (
     CheckpointError,
     PassError,

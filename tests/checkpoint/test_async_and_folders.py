@@ -27,8 +27,7 @@ from training_runs import message_of
 import zc
 from zc import machine
 from zc.checkpoint import save_load
-from zc.checkpoint.files import Reader, Writer
-from zc.checkpoint.folders import Unfinished
+from zc.checkpoint.files import Reader, Unfinished, Writer
 from zc.checkpoint.saving import Call, channel_of
 from zc.ranks.group import Group
 from zc.registry import sharded

@@ -20,7 +20,7 @@ from tiers import FULL
 from training_runs import message_of, sgd
 
 import zc
-from zc.checkpoint import folders as checkpoint_folders
+from zc.checkpoint import files as checkpoint_files
 
 
 def _made(rank: int, world_size: int, path: Path) -> None:
@@ -262,10 +262,10 @@ def _unsavable(rank: int, world_size: int, path: Path) -> list[tuple[str, str]]:
     messages.append(message_of(lambda: zc.save(path / "taken", model, optimizer)))
     messages.append(message_of(lambda: zc.save(path / "extra", model, optimizer, extra={"f": Evil()} if rank else {})))
     messages.append(message_of(lambda: zc.save(path / ".hidden", model, optimizer)))
-    usage = checkpoint_folders.shutil.disk_usage
-    checkpoint_folders.shutil.disk_usage = lambda where: usage(where)._replace(free=1000)
+    usage = checkpoint_files.shutil.disk_usage
+    checkpoint_files.shutil.disk_usage = lambda where: usage(where)._replace(free=1000)
     messages.append(message_of(lambda: zc.save(path / "full", model, optimizer)))
-    checkpoint_folders.shutil.disk_usage = usage
+    checkpoint_files.shutil.disk_usage = usage
     # The disk fills up while rank 1 writes: no file of this process grows past 1 MiB. A process group that earlier
     # tests left, and that a thread of theirs ends just now, still finds room in its FileStore, which has a few kB.
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -138,8 +138,9 @@ def plain_steps(model: nn.Module, optimizer: torch.optim.Optimizer, case: str, f
     return losses
 
 
-def test_a_plain_adamw_goes_on(tmp_path: Path) -> None:
-    results = run_ranks(_out, 3, tmp_path)
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_plain_adamw_goes_on(tmp_path: Path, world_size: int) -> None:
+    results = run_ranks(_out, world_size, tmp_path)
     model = CASES["gpt_tied"].model(9)
     model.load_state_dict(results[0]["weights"])
     optimizer = adamw(model)

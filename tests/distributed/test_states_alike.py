@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -129,3 +130,24 @@ def test_ranks_see_states_alike(name: str, edit: Any) -> None:
         for (keys, step, total), (own_keys, own_step, own_total) in zip(theirs, ours, strict=True):
             assert own_keys == keys and own_step == step
             assert own_total == pytest.approx(total, rel=1e-3, abs=1e-5)
+
+
+def _load_where_nothing_is(rank: int, world_size: int, path: Path) -> list[float]:
+    """Counts after a load, and after one more update."""
+    model, given = nn.Linear(4, 5, bias=False), torch.ones(2, 4)
+    optimizer = torch.optim.Adafactor(model.parameters())
+    zc.compile(model, optimizer, backend="eager")
+    whole = {"state": {0: {"step": torch.tensor(7.0), "row_var": torch.zeros(5, 1), "col_var": torch.zeros(1, 4)}}}
+    optimizer.load_state_dict({**whole, "param_groups": [{**optimizer.param_groups[0], "params": [0]}]})
+    counts = [float(optimizer.state[model.weight]["step"])]
+    zc.save(path, model, optimizer)
+    for load in (lambda: None, lambda: zc.load(path, model, optimizer)):
+        load()
+        model(given).sum().backward()
+        optimizer.step()
+        counts.append(float(optimizer.state[model.weight]["step"]))
+    return counts
+
+
+def test_a_rank_that_has_nothing_takes_counts_from_a_load(tmp_path: Path) -> None:
+    assert run_ranks(_load_where_nothing_is, 2, tmp_path / "a") == [[7.0, 8.0, 8.0]] * 2

@@ -22,9 +22,8 @@ from training_runs import message_of
 
 import zc
 from zc.optim.assignment import try_out
-from zc.optim.class_methods import candidates
 from zc.optim.local import class_of, second_object
-from zc.optim.trials import check_positions, habits_of, num_closure_calls
+from zc.optim.trials import candidates, check_positions, habits_of, num_closure_calls
 from zc.registry import sharded
 
 CPU = torch.device("cpu")

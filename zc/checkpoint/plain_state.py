@@ -25,7 +25,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zc.checkpoint.other_state import (
+from zc.checkpoint.shards import ShardOf
+from zc.checkpoint.state import (
     OTHER,
     OWN,
     PART_KEY,
@@ -33,12 +34,15 @@ from zc.checkpoint.other_state import (
     check_together,
     frozen_keys,
     frozen_of,
+    groups_of,
+    in_model,
     members_of,
+    numbered,
+    others,
     own_part,
+    owned,
 )
-from zc.checkpoint.shards import ShardOf
-from zc.checkpoint.state import groups_of, in_model, numbered, others, owned
-from zc.checkpoint.target import Path, Target, add_model, add_optimizers, check_groups, check_names
+from zc.checkpoint.target import Path, Target, add_model, add_optimizers, check_groups, check_names, num_updates
 from zc.engine.memory_order import change_each, in_shape
 from zc.errors import CheckpointError
 from zc.optim.assignment import parts_of
@@ -276,6 +280,10 @@ def _cut(sharded_model: ShardedModel, one: ShardedOptimizer, state: dict[str, An
     mine, keys = owned(sharded_model), frozen_keys(one)
     frozen = {keys[name]: param for name, param in frozen_of(one).items()}
     for name, values in target.by_name("optimizer", "state").items():
+        if name not in frozen:
+            one.loaded_updates[mine[name].planned] = num_updates(values)
+            if mine[name].slice is None:
+                continue
 
         def own_elements(_: Any, value: Any, name: str = name) -> Any:
             return in_shape(value.local, mine[name].slot) if isinstance(value, ShardOf) else value

@@ -27,8 +27,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from zc.checkpoint.files import Reader, Writer
-from zc.checkpoint.folders import Unfinished, partial_of
+from zc.checkpoint.files import Reader, Unfinished, Writer, partial_of
 from zc.checkpoint.plain_state import from_plain
 from zc.checkpoint.saving import Saving, channel_of, checkpoint_errors, finish_pending
 from zc.checkpoint.state import for_dcp, host_copy, state_of, synchronized

@@ -170,9 +170,6 @@ class ShardOf(Tensor):
 class ReadOnly(ShardOf):
     """A whole tensor that rank 0 writes and every rank reads: a buffer, a frozen parameter."""
 
-    def with_local(self, local: Tensor) -> ReadOnly:
-        return ReadOnly(tuple(self.shape), local, self.start, self.order)
-
     def host_copy(self) -> ReadOnly:
         """Returns itself, because this rank never writes it."""
         return self

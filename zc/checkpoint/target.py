@@ -4,7 +4,7 @@ Whatever wrote it, a state is entries by path; a path has the keys of a `zc.stat
 
     ("model", name)                              a weight, buffer or extra state
     ("optimizer", "state", name, key)            a state of a parameter
-    ("optimizer", "param_groups", number, key)   an option; other keys below "optimizer": zc/checkpoint/other_state.py
+    ("optimizer", "param_groups", number, key)   an option; other keys below "optimizer": zc/checkpoint/state.py
 
 Each format makes the entries of what it has, values in memory or `Stored` ones. `add_model` and `add_optimizers` check
 them and take this rank's part into a `Target`, beside the live state, and `commit` replaces that.
@@ -26,26 +26,24 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.optim import Optimizer
 
 from zc import torch_private
-from zc.checkpoint.other_state import (
+from zc.checkpoint.shards import ReadOnly, ShardOf, own_key, with_own_keys
+from zc.checkpoint.state import (
     OTHER,
     OWN,
     TOGETHER,
+    Owned,
     check_together,
     frozen_keys,
     frozen_of,
-    members_of,
-    take_own_entries,
-)
-from zc.checkpoint.shards import ReadOnly, ShardOf, own_key, with_own_keys
-from zc.checkpoint.state import (
-    Owned,
     group_of,
     groups_of,
     in_model,
     is_extra_state,
+    members_of,
     others,
     owned,
     refuse_hidden,
+    take_own_entries,
     trained,
 )
 from zc.engine.memory_order import change_each, in_shape
@@ -193,7 +191,7 @@ def add_optimizers(
             key = next((key for key in reversed(path[3:]) if isinstance(key, str)), path[3])  # in a list: the list's
             target.with_state.add(name)
             loaded = change_each(partial(_part_of_state, where, own), key, value)
-            if own.slice is not None:
+            if own.slice is not None or path[3:] == ("step",):  # how many updates there were, every rank says
                 target.add(path, loaded)
         elif kind in ("state", "param_groups", OWN, TOGETHER):
             target.add(path, _whole(value))
@@ -367,8 +365,8 @@ def commit(model: nn.Module, sharded_model: ShardedModel, target: Target) -> Non
             optimizer.state[own.slice] = _placed(states[name], own.slice, optimizer, own.slot)
     for each in sharded_model.optimizers:
         _commit_others(each, target, states)
-        of_each = [mine[name] for name in target.with_state if name in mine and mine[name].optimizer is each]
-        each.state.loaded(own.planned for own in of_each)
+        of_each = [(name, own) for name, own in mine.items() if own.optimizer is each and name in target.with_state]
+        each.state.loaded({own.planned: num_updates(states.get(name, {})) for name, own in of_each})
     groups = [group for each in sharded_model.optimizers for group in each.optimizer.param_groups]
     for group, loaded in zip(groups, target.groups(), strict=False):
         for key, value in loaded.items():
@@ -384,6 +382,14 @@ def commit(model: nn.Module, sharded_model: ShardedModel, target: Target) -> Non
     for each in sharded_model.optimizers:
         if of_classes.get(str(each.number)):
             take_own_entries(each, of_classes[str(each.number)])
+
+
+def num_updates(state: Mapping[str, Any]) -> int:
+    """How many updates a state of one parameter has had, as far as it says so."""
+    step = state.get("step")
+    if isinstance(step, Tensor) and step.numel() == 1:
+        step = step.item()
+    return int(step) if isinstance(step, (int, float)) else 0
 
 
 def _commit_others(one: ShardedOptimizer, target: Target, states: Mapping[str, dict[str, Any]]) -> None:

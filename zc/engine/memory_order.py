@@ -4,8 +4,8 @@ state lies like its parameter."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -59,3 +59,30 @@ def is_cut(key: Any, item: Any, shape: torch.Size) -> bool:
     """Whether a value in the state of a slice of this ``shape`` has the slice's elements. The count of steps is a
     number of its own, also of a parameter with 0 dimensions."""
     return isinstance(item, Tensor) and item.shape == shape and key != "step"
+
+
+class Sent(NamedTuple):
+    """A value of a rank's state as ranks send it: a tensor is in host memory, and a part [n] where ranks divide it."""
+
+    value: Any
+    is_part: bool = False
+    was_on_host: bool = True
+
+    @staticmethod
+    def of(value: Any, part: Tensor | None) -> Sent:
+        if not isinstance(value, Tensor):
+            return Sent(value)
+        own = (value if part is None else part).detach()
+        return Sent(own.to("cpu", copy=part is None), part is not None, own.device.type == "cpu")
+
+
+def joined(parts: Sequence[Any], slot: Slot, device: torch.device) -> Any:
+    """The whole of a state of which ranks have `Sent` parts, in the order of their elements. What is not cut is the
+    first one's. Tensors that were not in host memory go to ``device``."""
+    first = parts[0]
+    if isinstance(first, Mapping):
+        return {key: joined([part[key] for part in parts], slot, device) for key in first}
+    if isinstance(first, list):
+        return [joined(items, slot, device) for items in zip(*parts, strict=True)]
+    value = in_shape(torch.cat([part.value for part in parts]), slot) if first.is_part else first.value
+    return value if first.was_on_host else value.to(device)

@@ -21,11 +21,11 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zc.checkpoint.folders import latest
+from zc.checkpoint.files import latest
 from zc.checkpoint.save_load import load, load_state_dict, save
 from zc.checkpoint.saving import channel_of
 from zc.checkpoint.state import state_of, synchronized
-from zc.checkpoint.whole_state import gather_parts
+from zc.checkpoint.stock_state import gather_parts
 from zc.errors import CheckpointError
 from zc.optim.assignment import Optimizers
 from zc.registry import COMPILED, sharded

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from zc import torch_private
 from zc.api import close, make_call, no_sync, recompile
 from zc.api import compile as zc_compile
-from zc.checkpoint.whole_state import full_optimizer_state
+from zc.checkpoint.stock_state import full_optimizer_state
 from zc.errors import PlanError
 from zc.guards import NotForDDP
 from zc.integrations import needed, seam

@@ -32,16 +32,15 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from zc import torch_private
-from zc.engine.memory_order import change_each, flattened, in_shape, is_cut, values_in
+from zc.engine.memory_order import Sent, change_each, flattened, in_shape, is_cut, joined
 from zc.errors import PlanError, ZcError
 from zc.optim.assignment import is_known
-from zc.optim.class_methods import candidates, may_zero, mentions, on_slices
 from zc.optim.flat_slices import FlatSlices, are_same
 from zc.optim.grad_shards import GradShards, ShardedGrad
 from zc.optim.local import REPLACED, second_object, with_zero_grad
 from zc.optim.sharded_value import ShardedValue
 from zc.optim.state_view import StateView
-from zc.optim.trials import Habits, habits_of, num_closure_calls
+from zc.optim.trials import Habits, candidates, habits_of, may_zero, mentions, num_closure_calls, on_slices
 from zc.planning.layout import Rule, Slot
 from zc.planning.plan import Bucket
 
@@ -89,7 +88,6 @@ class ShardedOptimizer:
         self._absent: set[str] = set()  # parameters in a bucket that have left the groups, when `_lists` was made
         self._groups: list[dict[str, Any]] = []  # as the class sees them
         self.grad_shards, self._writes = grad_shards, writes
-        self._closures = Closures(optimizer)
         others = candidates(type(optimizer))
         self._of_class = {name: getattr(type(optimizer), name) for name in (*REPLACED, *others)}
         # what the methods of its class run on
@@ -105,6 +103,7 @@ class ShardedOptimizer:
         self._is_known, self._may_zero = is_known(optimizer), may_zero(type(optimizer))
         self._flat = FlatSlices(self)
         self.habits = Habits()  # of an unknown class
+        self.loaded_updates: dict[str, int] = {}  # inside of a load of a whole state, of each parameter
         self.asked_by_zc = False  # inside of a `state_dict()` of zc's, of which the caller hears nothing
         self._given: dict[str, Given] = {}  # inside of a method of an unknown class: gradients of slices
         self.local.state, self.local.param_groups = optimizer.state, self._groups
@@ -239,25 +238,13 @@ class ShardedOptimizer:
     def _whole_state(self, name: str, away: Away, slot: Slot) -> dict[str, Any]:
         """The state of a parameter that comes back, whole: ranks had other elements of it. All ranks call it."""
 
-        def sent(key: Any, item: Any) -> tuple[bool, str, Any]:
-            if not isinstance(item, Tensor):
-                return False, "", item
-            is_part = is_cut(key, item, away.shape)
-            return is_part, item.device.type, (flattened(item, slot) if is_part else item.detach()).cpu()
+        def sent(key: Any, item: Any) -> Sent:
+            return Sent.of(item, flattened(item, slot) if is_cut(key, item, away.shape) else None)
 
         row = away.start, change_each(sent, None, away.state if away.shape.numel() else {})
         rows = self.runtime.group.shard.gather_objects(row, f"the optimizer state of {name}, which comes back")
-        states = [state for _, state in sorted(rows, key=itemgetter(0)) if state]
-        parts = zip(*([part for _, part in values_in(None, state)] for state in states), strict=True)
-        device = self.runtime.plan.buckets[0].device
-
-        def joined(_: Any, of_first: tuple[bool, str, Any]) -> Any:
-            (is_part, place, item), same = of_first, next(parts)
-            if is_part:
-                item = in_shape(torch.cat([flat for _, _, flat in same]), slot)
-            return item.to(device) if place not in ("", "cpu") else item
-
-        whole: dict[str, Any] = change_each(joined, None, states[0] if states else {})
+        parts = [state for _, state in sorted(rows, key=itemgetter(0)) if state]
+        whole: dict[str, Any] = joined(parts, slot, self.runtime.plan.buckets[0].device) if parts else {}
         return whole
 
     def _try(self, groups: Sequence[dict[str, Any]]) -> None:
@@ -545,9 +532,11 @@ class ShardedOptimizer:
         """That of the class, with slices for parameters."""
         self.look_at_groups()
         self._flat.is_state_asked_for = True
+        self.loaded_updates.clear()
         self.local.load_state_dict(state_dict)
         self.called_zero_grad = [0, 0]
-        self.state.loaded(self._names.values())
+        before = {name: self.state.num_updates_of(name) for name in self._names.values()}  # a part knows none of others
+        self.state.loaded({**before, **self.loaded_updates})
         self._take_options()
         self.local.param_groups = self._groups
         self.look_at_groups()
@@ -625,7 +614,7 @@ class ShardedOptimizer:
         self._check_places("before step()")
         closure = _closure_in(args, kwargs)
         if closure is not None:
-            args, kwargs = self._closures.run(closure, args, kwargs)
+            args, kwargs = self._run_closure(closure, args, kwargs)
         self.runtime.finish_gradients()
         self.look_at_groups()
         self._refuse_edited()
@@ -642,6 +631,39 @@ class ShardedOptimizer:
         self.num_updates += 1
         self._limit_groups(has_grads=True)
         return (self.local, *args[1:]), kwargs
+
+    @cached_property
+    def _num_closure_calls(self) -> int | None:
+        """How often the class's ``step`` calls its closure; None where that can't be tried."""
+        return 1 if self._is_known else num_closure_calls(self.optimizer)
+
+    def _run_closure(self, closure: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        """Calls the closure among the arguments of ``step``, of which the optimizer is the first. Returns the arguments
+        for the real step, whose closure returns the loss, and may be called once.
+
+        Raises PlanError if the optimizer does not call its closure exactly once; nothing has changed.
+        """
+        number, name = self._num_closure_calls, type(self.optimizer).__name__
+        if number != 1:
+            times = "can't be tried on small data" if number is None else f"calls it {number} times"
+            raise PlanError(
+                f"{name}.step was given a closure, and {times}: zc finishes the gradients between the closure "
+                "and the update, so it takes optimizers that call it once. Call the closure yourself, then step()"
+            )
+        with torch.enable_grad():
+            losses = [closure()]
+
+        def answer() -> Any:
+            if not losses:
+                raise ZcError(
+                    f"{name}.step called its closure a second time, after an update of this rank's weights: zc "
+                    "takes optimizers that call it once"
+                )
+            return losses.pop()
+
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": answer}
+        return (args[0], answer, *args[2:]), kwargs
 
     def _after_step(self, *_: Any) -> None:
         changed, self._updating = self._updating or (), None
@@ -897,50 +919,3 @@ def _closure_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], A
     """The closure among the arguments of ``step``, of which the optimizer is the first."""
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     return closure if callable(closure) else None
-
-
-class Closures:
-    """Runs the closures that one optimizer's ``step`` gets."""
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer, self._name = optimizer, type(optimizer).__name__
-
-    @cached_property
-    def _num_calls(self) -> int | None:
-        """How often ``step`` calls its closure; None where that can't be tried."""
-        return 1 if is_known(self._optimizer) else num_closure_calls(self._optimizer)
-
-    def run(self, closure: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        """Calls the closure among the arguments of ``step``, of which the optimizer is the first. Returns the arguments
-        for the real step.
-
-        Raises PlanError if the optimizer does not call its closure exactly once; nothing has changed.
-        """
-        if self._num_calls != 1:
-            times = "can't be tried on small data" if self._num_calls is None else f"calls it {self._num_calls} times"
-            raise PlanError(
-                f"{self._name}.step was given a closure, and {times}: zc finishes the gradients between the closure "
-                "and the update, so it takes optimizers that call it once. Call the closure yourself, then step()"
-            )
-        with torch.enable_grad():
-            loss = closure()
-        answer = self._once(loss)
-        if "closure" in kwargs:
-            return args, {**kwargs, "closure": answer}
-        return (args[0], answer, *args[2:]), kwargs
-
-    def _once(self, loss: Any) -> Callable[[], Any]:
-        """A closure that returns ``loss``, and may be called once."""
-        is_called = False
-
-        def call() -> Any:
-            nonlocal is_called
-            if is_called:
-                raise ZcError(
-                    f"{self._name}.step called its closure a second time, after an update of this rank's weights: zc "
-                    "takes optimizers that call it once"
-                )
-            is_called = True
-            return loss
-
-        return call

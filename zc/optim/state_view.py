@@ -23,7 +23,7 @@ from torch import Tensor
 from zc import torch_private
 from zc.engine.memory_order import change_each, is_cut
 from zc.errors import ZcError
-from zc.optim.trials import SHAPE, states_of_trial, wrapped
+from zc.optim.trials import SHAPE, states_of_trial
 
 if TYPE_CHECKING:
     from zc.optim.optimizer import ShardedOptimizer
@@ -80,10 +80,8 @@ class StateView(MutableMapping[Any, Any]):
         self._held: weakref.WeakValueDictionary[str, ParamState] = weakref.WeakValueDictionary()
         self._noted: list[list[bool]] = []  # of the last update, which parameters had a gradient
         self._with_gradient: frozenset[str] = frozenset()  # their names
-        # updates of each parameter, counted up to where other parameters had a gradient
-        self._counted, self._num_counted = Counter[str](), 0
+        self._num_updates = Counter[str]()  # of each parameter
         self._trials: dict[int, dict[Any, Any]] = {}  # states of small data, by the number of dimensions
-        self._num_updates = 0
         self._added: dict[str, set[Any]] = {}  # keys that the caller has put into a state, and the class does not make
         # Of parameters without a slice here, by name and key: the numbers that somebody holds, such as a count of
         # steps, which go on as the class's own would; and their versions, by which a write into one shows
@@ -253,7 +251,7 @@ class StateView(MutableMapping[Any, Any]):
     def _of_trial(self, num_dims: int) -> dict[Any, Any]:
         """The state that the class makes of a parameter of so many dimensions, as far as that can be tried."""
         if num_dims not in self._trials:
-            states = states_of_trial(self.owner.local, num_dims) if wrapped(self.owner.local) is None else []
+            states = states_of_trial(self.owner.local, num_dims)
             self._trials[num_dims] = states[0] if states else {}
         return self._trials[num_dims]
 
@@ -287,7 +285,7 @@ class StateView(MutableMapping[Any, Any]):
 
     def num_updates_of(self, name: str) -> int:
         """How often the class has updated a parameter."""
-        return self._counted[name] + (self._num_updates - self._num_counted) * (name in self._with_gradient)
+        return self._num_updates[name]
 
     def _items_of(self, name: str) -> dict[Any, Any]:
         own_slice = self.owner.slices.get(name)
@@ -339,7 +337,7 @@ class StateView(MutableMapping[Any, Any]):
                 self._check_shapes(name, dict(item))
         view, past = StateView(self.owner), dict(self)
         view._noted, view._with_gradient, view._trials = self._noted, self._with_gradient, self._trials
-        view._counted, view._num_counted, view._num_updates = self._counted, self._num_counted, self._num_updates
+        view._num_updates = self._num_updates
         self.clear()
         stand_in = SimpleNamespace(name_of=lambda key: None, state_of_class=past, slices={}, away={},
                                    optimizer=SimpleNamespace(param_groups=[]))  # fmt: skip
@@ -348,35 +346,28 @@ class StateView(MutableMapping[Any, Any]):
             view[key] = item
         return view
 
-    def loaded(self, names: Iterable[str]) -> None:
-        """A state was loaded, of these parameters."""
+    def loaded(self, num_updates: Mapping[str, int]) -> None:
+        """A state was loaded, of these parameters, which have had so many updates."""
         for name in list(self._held):
             self._let_go(name)
         self._elsewhere.clear()
         self._added.clear()
         self._numbers.clear()
-        self._updated = set(names)
-        self._count()
+        self._updated, self._num_updates = set(num_updates), Counter(num_updates)
         self._noted.clear()  # the next update notes its parameters anew
 
     def forget(self, names: Iterable[str]) -> None:
         """These parameters, or their states, are gone; others may come under their names."""
-        self._count()
         for name in names:
             self._updated.discard(name)
             self._elsewhere.pop(name, None)
-            del self._counted[name]
+            del self._num_updates[name]
             self._let_go(name)
         self._noted.clear()
 
     def come_back(self, name: str, num_updates: int) -> None:
         """A parameter that was gone has this name now, and had so many updates."""
-        self._counted[name] = num_updates
-
-    def _count(self) -> None:
-        """Counts updates up to now."""
-        self._counted.update(dict.fromkeys(self._with_gradient, self._num_updates - self._num_counted))
-        self._num_counted = self._num_updates
+        self._num_updates[name] = num_updates
 
     def has(self, name: str) -> bool:
         """Whether a parameter has state on some rank, as far as this one knows."""
@@ -390,13 +381,12 @@ class StateView(MutableMapping[Any, Any]):
         """The class has updated the parameters in these buckets that have a gradient, as ``touched`` says."""
         noted = [touched[index] for index in changed]
         if noted != self._noted:
-            self._count()
             self._noted = [list(flags) for flags in noted]
             slots = [(s.name, flag) for index, flags in zip(changed, noted, strict=True)
                      for s, flag in zip(self.owner.runtime.plan.buckets[index].slots, flags, strict=True)]  # fmt: skip
             self._with_gradient = frozenset(name for name, is_touched in slots if is_touched)
             self.note(self._with_gradient)
-        self._num_updates += 1
+        self._num_updates.update(self._with_gradient)
         for name in self._with_gradient & self._elsewhere.keys() if self._elsewhere else ():
             self._elsewhere[name] = _updated(self._elsewhere[name], self._like_others(name) or {})
         self.refresh()

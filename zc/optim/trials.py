@@ -11,22 +11,36 @@
 | does it draw random numbers, return a number of its own, set options of a group? | of every unknown class |
 | how often is a closure called? | at the first ``step(closure)`` |
 | which state has the parameter's shape? | of torch's elementwise classes, with offload |
+| may a method other than ``step`` run on slices? | of every unknown class: schedule-free's ``eval()``, a Hessian |
 
 A copy of the caller's optimizer, with a group's own options, updates them. The caller's objects and random numbers stay
 as they were, and what the optimizer compiles runs eagerly. (`torch.autograd.gradcheck` tries a promise about a function
-in the same way.)
+in the same way.) What the optimizer refers to is copied so that a trial changes nothing of the caller's:
+
+| object | becomes |
+|---|---|
+| tensors, containers, and objects that pickle can take apart and put together | a copy, however deep |
+| the optimizer itself, its state, its parameters | those of the copied optimizer, as `Copies` is told |
+| functions, classes, modules, what is of torch.distributed, locks, files, and what has a ``__del__`` | shared |
+| a generator, another iterator that can't be copied, another optimizer | `UncopyableError`: a step would change it |
+
+Pickle does the work, inside this process: it calls `Copies.persistent_id` with each object that it meets.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
+import inspect
+import io
 import itertools
 import math
+import pickle
 import random
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from types import MappingProxyType
+from types import BuiltinFunctionType, CodeType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -36,8 +50,7 @@ from torch.optim import Optimizer
 
 from zc import torch_private
 from zc.errors import PlanError
-from zc.optim.copies import Copies, UncopyableError
-from zc.optim.local import class_of
+from zc.optim.local import REPLACED, class_of
 from zc.optim.one_rank import one_rank
 from zc.planning.traits import num_states
 
@@ -53,7 +66,6 @@ def check_elementwise(optimizer: Optimizer, block: int, device: torch.device) ->
     """Raises PlanError where updating slices that begin and end at multiples of ``block`` elements differs from
     updating the whole parameter, in some group of ``optimizer``. Changes nothing."""
     name = type(optimizer).__name__
-    _refuse_wrappers(optimizer, f"zc.elementwise({name})")
     (_, columns), slices = cut_matrix(block)
     value, grads = small_data((ROWS, columns), device)
     for number, group in enumerate(optimizer.param_groups):
@@ -63,7 +75,10 @@ def check_elementwise(optimizer: Optimizer, block: int, device: torch.device) ->
         except Communicates as error:
             raise PlanError(_advice(optimizer, error)) from None
         except Exception as error:
-            raise PlanError(f"{where} can't be tried on small data: {type(error).__name__}: {error}") from error
+            raise PlanError(
+                f"{where} can't be tried on small data: {type(error).__name__}: {error}. Take the declaration away, "
+                "and whole parameters stay on one rank"
+            ) from error
         whole = updated.elementwise()
         if difference(whole, other.elementwise()) is not None:
             raise PlanError(f"{where} draws random numbers, so a slice's update is never the whole parameter's")
@@ -112,8 +127,6 @@ def check_independent(optimizer: Optimizer, device: torch.device) -> None:
 
     A group that can't be tried (the class wraps another optimizer, takes no small data, draws random numbers) passes.
     """
-    if wrapped(optimizer) is not None:
-        return
     for group in _with_large_decays(optimizer.param_groups):
         try:
             trial = _try_pair(optimizer, group, device)
@@ -139,9 +152,7 @@ def check_independent(optimizer: Optimizer, device: torch.device) -> None:
 
 def _differs_alone(trial: Trial) -> bool:
     pairs = zip(trial.together, trial.apart, strict=True)
-    return any(
-        _estimates(a, b) or difference(a.elementwise(), b.elementwise(), trial.close) is not None for a, b in pairs
-    )
+    return _differ(trial.together, trial.apart, trial.close) or any(_estimates(a, b) for a, b in pairs)
 
 
 def _own_generator(optimizer: Optimizer) -> str:
@@ -193,14 +204,11 @@ def _depends_on_position(optimizer: Optimizer, group: Mapping[str, Any], number:
     value, grads = small_data((16, 24), device)
     try:
         one, other = (
-            [each.elementwise() for each in update_copy(optimizer, group, [value] * number, [grads[:1]] * number, seed)]
-            for seed in (1, 2)
+            update_copy(optimizer, group, [value] * number, [grads[:1]] * number, seed) for seed in (1, 2)
         )
     except Exception:  # noqa: BLE001  (it can't be tried)
         return False
-    if any(difference(a, b) is not None for a, b in zip(one, other, strict=True)):
-        return False
-    return any(difference(one[0], each) is not None for each in one)
+    return not _differ(one, other) and _differ(one[:1] * number, one)
 
 
 class Habits(NamedTuple):
@@ -237,8 +245,6 @@ class Habits(NamedTuple):
 def habits_of(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]], device: torch.device) -> Habits:
     """As far as they can be tried."""
     habits = Habits()
-    if wrapped(optimizer) is not None:
-        return Habits(stacks_state=True, edits_data=True)
     for group in groups:
         decays = {k: 0.01 for k, v in group.items() if "decay" in k and not isinstance(v, Tensor) and v == 0}
         trial = _try_alone(optimizer, group, device)
@@ -268,9 +274,7 @@ def _try_alone(optimizer: Optimizer, group: Mapping[str, Any], device: torch.dev
 
 
 def _has_own_states(trial: Trial) -> bool:
-    close = None if trial.is_random else trial.close
-    pairs = zip(trial.together, trial.apart, strict=True)
-    return all(same_state(dict(leaves(one.state)), dict(leaves(other.state)), close) for one, other in pairs)
+    return _have_same_states(trial.together, trial.apart, None if trial.is_random else trial.close)
 
 
 def _refuses_empty(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
@@ -308,8 +312,6 @@ def _is_same(one: Any, other: Any) -> bool:
 
 def num_closure_calls(optimizer: Optimizer) -> int | None:
     """How often one ``step(closure)`` calls its closure; None where that can't be tried."""
-    if wrapped(optimizer) is not None:
-        return None
     count = 0
     value, grads = small_data((16, 24), torch.device("cpu"))
 
@@ -384,9 +386,7 @@ def _try_pair(optimizer: Optimizer, group: Mapping[str, Any], device: torch.devi
             apart = [update_copy(optimizer, group, [v], [g], 1)[0] for v, g in zip(values, grads, strict=True)]
         except Exception as error:
             raise NeedsOthersError from error
-        pairs = zip(together, again, strict=True)
-        is_random = any(difference(a.elementwise(), b.elementwise()) is not None for a, b in pairs)
-        trial = Trial(together, apart, is_random, close)
+        trial = Trial(together, apart, _differ(together, again), close)
         if any(each.change.any() for each in together):
             return trial
         still = still or trial  # it may skip what is too large, and take the same gradients smaller
@@ -397,8 +397,7 @@ def _advice(optimizer: Optimizer, error: Communicates) -> str:
     cls = type(optimizer)
     places = [
         f"{owner.__module__}.{name} = zc.one_rank{'' if value is dist else f'.{name}'}"
-        for owner in cls.__mro__
-        if not owner.__module__.startswith(("torch.", "builtins"))
+        for owner in _own_classes(cls)
         for name, value in vars(sys.modules[owner.__module__]).items()
         if value is dist or (callable(value) and getattr(dist, name, None) is value and hasattr(one_rank, name))
     ]
@@ -411,15 +410,6 @@ def _advice(optimizer: Optimizer, error: Communicates) -> str:
         f"{cls.__name__} exchanges tensors between ranks in its own step ({error}): under zc ranks update different "
         f"parameters, and zc exchanges them. Use its variant for a single process. Where it has none, {without}"
     )
-
-
-def _refuse_wrappers(optimizer: Optimizer, what: str) -> None:
-    name = wrapped(optimizer)
-    if name is not None:
-        raise PlanError(
-            f"{what}: its attribute {name} holds another optimizer or the parameters themselves, so it can't be tried "
-            "on small data. Take the declaration away, and whole parameters stay on one rank"
-        )
 
 
 STEPS = 3
@@ -575,6 +565,12 @@ def difference(one: Mapping[str, Tensor], other: Mapping[str, Tensor], close: fl
     return None
 
 
+def _differ(some: Sequence[Updated], others: Sequence[Updated], close: float = CLOSE) -> bool:
+    """Whether a change, or a state, of one of these parameters differs by more than rounding."""
+    pairs = zip(some, others, strict=True)
+    return any(difference(a.elementwise(), b.elementwise(), close) is not None for a, b in pairs)
+
+
 def _is_close(one: Tensor, other: Tensor, close: float, is_change: bool = False) -> bool:
     if one.shape != other.shape:
         return False
@@ -598,8 +594,14 @@ def leaves(state: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, 
         yield path, state
 
 
-def same_state(one: Mapping[Any, Any], other: Mapping[Any, Any], close: float | None) -> bool:
-    """Whether both have the same items. ``close``: None where values differ by the random numbers that were drawn."""
+def _have_same_states(some: Sequence[Updated], others: Sequence[Updated], close: float | None) -> bool:
+    """Whether their states have the same items. ``close``: None where values differ by the random numbers that were
+    drawn."""
+    pairs = zip(some, others, strict=True)
+    return all(_is_same_state(dict(leaves(a.state)), dict(leaves(b.state)), close) for a, b in pairs)
+
+
+def _is_same_state(one: Mapping[Any, Any], other: Mapping[Any, Any], close: float | None) -> bool:
     if one.keys() != other.keys():
         return False
     for key, item in one.items():
@@ -630,7 +632,10 @@ def _like(first: Mapping[str, Any], like: Tensor, param: Tensor, copies: Copies)
 
 def _twin(optimizer: Optimizer) -> tuple[Optimizer, Copies]:
     """A copy of ``optimizer`` without parameters and state, and what makes further copies for it. A class of torch's
-    leaves attributes alone that others have set, so they are shared."""
+    leaves attributes alone that others have set, so they are shared. Raises UncopyableError where a step of the copy
+    could change what is the caller's."""
+    if (name := wrapped(optimizer)) is not None:
+        raise UncopyableError(f"its attribute {name} holds another optimizer or the parameters themselves")
     state: defaultdict[Any, Any] = defaultdict(dict)
     known: dict[int, Any] = {id(optimizer.state): state, id(vars(optimizer)["state"]): state}
     with torch_private.without_torch_function():
@@ -661,3 +666,234 @@ def wrapped(optimizer: Optimizer) -> str | None:
             if isinstance(item, (Optimizer, nn.Parameter, nn.Module)) or id(item) in groups:
                 return name
     return None
+
+
+# --- methods of its class other than step ---
+
+# On the caller's object they would read and write whole parameters, with states gathered, as the caller's own code
+# does. That is right where weights are whole; on this rank's slices it is faster, and works in stage 3.
+
+
+def _own_classes(cls: type[Optimizer]) -> list[type]:
+    """The class, and those above it, without torch's."""
+    return [each for each in cls.__mro__ if not each.__module__.startswith(("torch.", "builtins"))]
+
+
+def candidates(cls: type[Optimizer]) -> list[str]:
+    """Public methods that the class has beyond torch's, that can be called without arguments, and whose code mentions
+    the parameters of its groups or its state."""
+    names = dict.fromkeys(name for each in _own_classes(cls) for name in vars(each))
+    return [
+        name
+        for name in names
+        if not name.startswith("_") and name not in REPLACED
+        if isinstance(inspect.getattr_static(cls, name), FunctionType) and _takes_nothing(getattr(cls, name))
+        if {"params", "state"} & mentions(cls, name)
+    ]
+
+
+def _takes_nothing(function: Any) -> bool:
+    _, *params = inspect.signature(function).parameters.values()
+    return all(p.default is not p.empty or p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in params)
+
+
+def mentions(cls: type[Optimizer], name: str) -> set[str]:
+    """Names and strings in the code of a method, and of the methods that it calls."""
+    seen: dict[str, set[str]] = {}
+
+    def look(name: str) -> None:
+        function = inspect.unwrap(getattr(cls, name))
+        if name not in seen and isinstance(function, FunctionType):
+            seen[name] = set(_words(function.__code__))
+            for word in seen[name]:
+                if not word.startswith("__") and isinstance(getattr(cls, word, None), FunctionType):
+                    look(word)
+
+    look(name)
+    return {word for words in seen.values() for word in words}
+
+
+def may_zero(cls: type[Optimizer]) -> bool:
+    """Whether the code of its methods, or of a function of their modules that they name, mentions an operation by which
+    gradients become zeros."""
+    found, seen = set[str](), set[Any]()
+    todo = [item for each in _own_classes(cls) for item in vars(each).values()]
+    while todo:
+        item = todo.pop()
+        function = inspect.unwrap(item) if isinstance(item, FunctionType) else None
+        if not isinstance(function, FunctionType) or function in seen:
+            continue
+        seen.add(function)
+        if function.__globals__.get("__name__", "").startswith("torch."):
+            continue
+        words = set(_words(function.__code__))
+        found |= words
+        todo += [function.__globals__[word] for word in words if word in function.__globals__]
+    return not found.isdisjoint(("zero_", "_foreach_zero_", "fill_"))
+
+
+def _words(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for const in code.co_consts:
+        if isinstance(const, str):
+            yield const
+        elif isinstance(const, CodeType):
+            yield from _words(const)
+
+
+def on_slices(
+    optimizer: Optimizer, block: int | None, groups: Sequence[Mapping[str, Any]], device: torch.device
+) -> list[str]:
+    """The methods that may run on this rank's slices of these groups. ``block``: None where parameters stay whole,
+    otherwise slices are cut at multiples of it. Only those that change weights or state: others exchange nothing."""
+    names = candidates(class_of(optimizer))
+    fit = set(names)
+    changes: set[str] = set()
+    for group in (group for group in groups if group["params"]):
+        for name in names:
+            for before in ((), *((other,) for other in names if other != name)):
+                seen = _try(optimizer, group, (*before, name), block, device)
+                base = _try(optimizer, group, before, block, device)
+                if seen is None or base is None:
+                    fit.discard(name)
+                elif _differ(seen, base, 0.0) or not _have_same_states(seen, base, 0.0):
+                    changes.add(name)
+    return [name for name in names if name in fit & changes]
+
+
+def _try(
+    optimizer: Optimizer, group: Mapping[str, Any], methods: Sequence[str], block: int | None, device: torch.device
+) -> list[Updated] | None:
+    """What the methods make of parameters together, after some steps; None if it is not what they make of each alone,
+    or if they return more than a number."""
+    matrix, cuts = cut_matrix(block or 1)
+    for shapes, close in PAIRS if block is None else (((matrix,), CLOSE),):
+        data = [small_data(shape, device, seed) for seed, shape in enumerate(shapes, start=20)]
+        values, grads = [value for value, _ in data], [own for _, own in data]
+        try:
+            together, again = (
+                update_copy(optimizer, group, values, grads, seed, methods=methods) for seed in (1, 2)
+            )
+            parts = data
+            if block is not None:
+                parts = [(values[0].view(-1)[cut], [grad.view(-1)[cut] for grad in grads[0]]) for cut in cuts]
+            apart = [update_copy(optimizer, group, [v], [own], 1, methods=methods)[0] for v, own in parts]
+        except Exception:  # noqa: BLE001  (other shapes; or it can't be tried)
+            continue
+        returned = [each.returned for each in (*together, *again, *apart)]
+        if any(item != returned[0] for item in returned) or not isinstance(returned[0], (int, float, str, type(None))):
+            return None
+        if _differ(together, again):
+            return None  # it draws random numbers
+        if block is not None:
+            whole = {key: value.view(-1) for key, value in together[0].elementwise().items()}
+            is_same = difference(whole, joined_parts([part.elementwise() for part in apart]), close) is None
+        else:
+            is_same = not _differ(together, apart, close)
+        return together if is_same else None
+    return None
+
+
+# --- copies of what an optimizer refers to ---
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset)
+_SHARED = (type, FunctionType, ModuleType, nn.Module)
+_OF_RANKS = ("torch.distributed", "torch._C._distributed")  # modules: process groups, meshes, stores
+
+
+class UncopyableError(Exception):
+    """A copy of the optimizer could change an object of the caller's."""
+
+
+class Copies(pickle.Pickler):
+    """Makes copies for ``twin``, a copy of ``optimizer``. ``known``: the copies that exist already, by id."""
+
+    def __init__(self, optimizer: Optimizer, twin: Optimizer, known: Mapping[int, Any]) -> None:
+        self._file = io.BytesIO()
+        super().__init__(self._file, pickle.HIGHEST_PROTOCOL)
+        self._optimizer, self._twin = optimizer, twin
+        self.known = dict(known)  # `copy.deepcopy` adds to it
+        self._met: list[tuple[Any, Any]] = []  # objects that pickle leaves alone, and what each becomes
+        self._loads = _Loads(self._file, self._met)
+
+    def copied(self, values: Mapping[Any, Any]) -> dict[Any, Any]:
+        """Copies of the values. They refer to each other, and to earlier copies, as the values do."""
+        result: dict[Any, Any] = {}
+        for key, value in values.items():
+            start = self._file.tell()
+            try:
+                self.dump(value)
+                self._file.seek(start)
+                result[key] = self._loads.load()
+            except UncopyableError as error:
+                raise UncopyableError(f"its {key} holds {error}") from None
+            except Exception as error:
+                raise UncopyableError(f"its {key} can't be copied ({type(error).__name__}: {error})") from error
+        return result
+
+    def persistent_id(self, item: Any) -> int | None:
+        """A number for an object that pickle is to leave alone; None for one that it takes apart."""
+        if id(item) in self.known:
+            becomes = self.known[id(item)]
+        elif type(item) in _PLAIN:
+            return None
+        elif isinstance(item, Tensor):
+            becomes = self._copy_tensor(item)
+        elif isinstance(item, Optimizer):
+            if vars(item) is not vars(self._optimizer):
+                raise UncopyableError(f"another optimizer, of {type(item).__name__}")
+            becomes = self._twin
+        elif _is_shared(item):
+            becomes = item
+        elif _can_deepcopy(item):
+            becomes = copy.deepcopy(item, self.known)
+        elif _can_reduce(item):
+            return None
+        elif hasattr(type(item), "__next__") and not isinstance(item, io.IOBase):
+            raise UncopyableError(f"a {type(item).__name__}, which can't be copied")
+        else:
+            becomes = item
+        self._met.append((item, becomes))  # also keeps its id from another object
+        return len(self._met) - 1
+
+    def reducer_override(self, item: Any) -> Any:
+        """A method by its function: pickle would look for its name, which zc and schedulers replace."""
+        return (MethodType, (item.__func__, item.__self__)) if isinstance(item, MethodType) else NotImplemented
+
+    def _copy_tensor(self, tensor: Tensor) -> Tensor:
+        with contextlib.suppress(RuntimeError):
+            own: Tensor = copy.deepcopy(tensor, self.known)  # views of one storage stay views of one
+            return own
+        self.known[id(tensor)] = cloned = tensor.clone()  # a result of autograd
+        return cloned
+
+
+class _Loads(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, met: list[tuple[Any, Any]]) -> None:
+        super().__init__(file)
+        self._met = met
+
+    def persistent_load(self, number: Any) -> Any:
+        return self._met[number][1]
+
+
+def _is_shared(item: Any) -> bool:
+    kind = type(item)
+    if kind is BuiltinFunctionType:  # or a method of a list, say
+        return item.__self__ is None or isinstance(item.__self__, ModuleType)
+    return kind is object or isinstance(item, _SHARED) or kind.__module__.startswith(_OF_RANKS)
+
+
+def _can_deepcopy(item: Any) -> bool:
+    return hasattr(type(item), "__deepcopy__") and not hasattr(type(item), "__del__")
+
+
+def _can_reduce(item: Any) -> bool:
+    if isinstance(item, MethodType):
+        return True
+    if hasattr(type(item), "__del__"):  # a copy's would close what both share
+        return False
+    try:
+        return not isinstance(item.__reduce_ex__(pickle.HIGHEST_PROTOCOL), str)  # a name: of something global
+    except Exception:  # noqa: BLE001  (whatever it says)
+        return False
