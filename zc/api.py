@@ -41,7 +41,6 @@ from zc.engine.param_checks import Unset
 from zc.engine.runtime import Runtime
 from zc.engine.streams import make_streams
 from zc.errors import PlanError, ZcError
-from zc.features import RANKS, features_of
 from zc.fill import broadcast, broadcast_rest, fill, move_from_meta, restore, snapshot
 from zc.offload.disk import DiskState
 from zc.offload.host_step import HostMemory, HostStep, unlock_dropped
@@ -50,7 +49,7 @@ from zc.optim.model import ShardedModel
 from zc.optim.optimizer import ShardedOptimizer, refuse_closed, replace_methods, restore_methods
 from zc.planning.blocks import find_singles, matrices_around
 from zc.planning.plan import Plan
-from zc.prepare import Request, fingerprint, notes_of, plan_of, resolve
+from zc.prepare import RANKS, Request, features_of, fingerprint, notes_of, plan_of, resolve
 from zc.ranks.group import Group, ranks_of
 from zc.registry import COMPILED, is_ours, sharded
 from zc.report import diverged
