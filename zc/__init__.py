@@ -18,7 +18,7 @@ from zc.api import (
     synchronize,
 )
 from zc.checking.check import check
-from zc.checking.report import Report
+from zc.checking.loop import Report
 from zc.checkpoint.deepspeed import load_universal
 from zc.checkpoint.first_values import initialize
 from zc.checkpoint.folders import latest
@@ -41,11 +41,10 @@ from zc.optim.assignment import elementwise
 from zc.optim.one_rank import one_rank
 from zc.passes.pipeline import verify
 from zc.passes.verify import Verdict
-from zc.registry import persistent_nbytes
+from zc.registry import full_state_dict, iter_weights, persistent_nbytes, whole_parameters
 from zc.report.explain import explain
 from zc.report.prediction import Estimate, plan
 from zc.version import __version__
-from zc.whole import full_state_dict, iter_weights, whole_parameters
 
 _configure_log()
 

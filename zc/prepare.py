@@ -43,10 +43,10 @@ from zc.planning.ownership import assign_owners
 from zc.planning.packing import ParamSpec, make_plan, with_frozen
 from zc.planning.plan import BlockKind, Plan, Topology, Way, usable
 from zc.planning.traits import elementwise_names
+from zc.ranks import levels
 from zc.ranks.control import Parts
 from zc.ranks.encoded import encoded
 from zc.ranks.group import Group
-from zc.ranks.levels import open_levels
 from zc.ranks.neighbours import by_memory, find_hosts
 from zc.ranks.replicas import between_replicas, split
 from zc.ranks.routes import MakeRoute
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 # one line for each feature: without it the rest works
 RANKS = Parts(
     find_hosts=find_hosts,
-    open_levels=open_levels,
+    open_levels=levels.open_levels,
     split=split,
     watch_of=Watch.of_this_process,
 )

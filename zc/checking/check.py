@@ -32,9 +32,8 @@ from zc.checking.differences import (
     rounding_of,
     worst_of,
 )
-from zc.checking.loop import Key, Loop, Moment, Step, Update, kept, steps_of
+from zc.checking.loop import KINDS, Finding, Key, Loop, Moment, Report, Step, Update, kept, steps_of
 from zc.checking.reference import First, Reference
-from zc.checking.report import KINDS, Finding, Report
 from zc.checking.values import Randomness, copied, digest, map_tensors, names_of, options_of, packed, unpacked
 from zc.checks import check_initialized, check_module, is_on_cpu, left_to_ranks
 from zc.config import OPTIONS, Config, check_count

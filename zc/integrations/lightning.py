@@ -24,8 +24,7 @@ from zc.api import compile as zc_compile
 from zc.checkpoint.whole_state import full_optimizer_state
 from zc.errors import PlanError
 from zc.guards import NotForDDP
-from zc.integrations import needed, seam
-from zc.integrations.checkpoints import load_masters, shards_weights, whole_weights
+from zc.integrations import load_masters, needed, seam, shards_weights, whole_weights
 from zc.registry import COMPILED, sharded
 
 _Module: Any = needed("lightning", "lightning").LightningModule

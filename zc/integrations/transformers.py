@@ -23,10 +23,8 @@ from torch import nn
 
 from zc.api import close
 from zc.errors import PlanError
-from zc.integrations import needed, seam
-from zc.integrations.checkpoints import load_beside, names_in_state, save_beside, shards_weights
-from zc.registry import COMPILED
-from zc.whole import full_state_dict
+from zc.integrations import load_beside, names_in_state, needed, save_beside, seam, shards_weights
+from zc.registry import COMPILED, full_state_dict
 
 _Trainer: Any = needed("transformers", "transformers").Trainer
 _prepare = needed("zc.integrations.accelerate", "transformers").prepare
