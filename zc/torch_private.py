@@ -478,38 +478,31 @@ def saved_tensors_are_copied() -> bool:
     return hooks is not None and getattr(hooks[0], "__module__", "") != "torch.utils.checkpoint"
 
 
-def compiled_call(
-    model: nn.Module,
-    backend: Callable[..., Any],
-    *,
-    dynamic: bool | None = None,
-    fullgraph: bool = False,
-) -> Callable[..., Any]:
-    """A function that calls ``model`` compiled, for `call_instead`. The model is not changed.
+def class_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """``Module._call_impl`` of the module's class, whatever `set_call` has set."""
+    return type(module)._call_impl(module, *args, **kwargs)  # type: ignore[no-untyped-call]
 
-    ``model.compile()`` does not do: Dynamo skips the forward of torch.nn's own classes (a bare nn.Sequential), and
-    silently compiles nothing. It inlines a forward that a function outside of torch calls. (``Module._call_impl``, 2.11
-    to 2.15.)
 
-    Dynamo keeps compiled graphs and their number by code object, and the sizes that it has seen by the file, line and
-    name of one (``pgo.CodeId``). Each model gets a code object and a name of its own; otherwise the second model's
-    sizes would be dynamic sizes of the first.
-    """
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return model._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
-
-    return _compiled(call, backend, lambda _: model, dynamic=dynamic, fullgraph=fullgraph)
+def object_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """``Module._call_impl``: the forward with its hooks, or what `set_call` has set (2.11 to 2.15)."""
+    return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
 
 
 _MOST_FORWARDS = 8  # of a class, whose graphs are kept: as many as Dynamo keeps of one function
 
 
-def _compiled(
-    call: Callable[..., Any], backend: Callable[..., Any], called: Callable[[Sequence[Any]], nn.Module], **options: Any
+def compiled_call(
+    call: Callable[..., Any], backend: Callable[..., Any], *, dynamic: bool | None = None, fullgraph: bool = False
 ) -> Callable[..., Any]:
-    """``call`` under torch.compile, once for each forward that the class of ``called(args)`` has had: Dynamo inlines
-    it and guards a forward that is set on the module, but not the class's own (2.11 to 2.15).
+    """``call(module, *args, **kwargs)``, `class_call` or `object_call`, under torch.compile, for modules of one class.
+
+    ``model.compile()`` does not do: Dynamo skips the forward of torch.nn's own classes (a bare nn.Sequential), and
+    silently compiles nothing. It inlines a forward that a function outside of torch calls.
+
+    Dynamo keeps compiled graphs and their number by code object, and the sizes that it has seen by the file, line and
+    name of one (``pgo.CodeId``). Each result has a code object and a name of its own; otherwise the second model's
+    sizes would be dynamic sizes of the first. It has one for each forward that the class has had: Dynamo inlines it and
+    guards a forward that is set on the module, but not the class's own (2.11 to 2.15).
 
     Dynamo wraps what a backend or a callback of `before_compiling` raises; an error that the backend's own package
     defines comes through as it is. (``BackendCompilerFailed.inner_exception``, and the context of an
@@ -520,7 +513,7 @@ def _compiled(
     def compile_anew() -> Callable[..., Any]:
         code = call.__code__.replace(co_name=f"call_{next(_NUMBERS)}")
         copied = types.FunctionType(code, call.__globals__, code.co_name, call.__defaults__, call.__closure__)
-        return torch.compile(copied, backend=backend, **options)
+        return torch.compile(copied, backend=backend, dynamic=dynamic, fullgraph=fullgraph)
 
     own = backend.__module__.partition(".")[0]
     compiled, forward = compile_anew(), None
@@ -538,11 +531,11 @@ def _compiled(
             by_forward[id(now)] = now, compile_anew() if by_forward else compiled
         forward, compiled = by_forward[id(now)]
 
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():  # the caller's torch.compile around the model goes through
-            choose(type(called(args)))
+            choose(type(module))
         try:
-            return compiled(*args, **kwargs)
+            return compiled(module, *args, **kwargs)
         except (BackendCompilerFailed, InternalTorchDynamoError) as failed:
             error = failed.inner_exception if isinstance(failed, BackendCompilerFailed) else failed.__context__
             if error is not None and type(error).__module__.partition(".")[0] == own:
@@ -553,21 +546,6 @@ def _compiled(
 
 
 BLOCK = "zc compiles this block on its own"  # why Dynamo leaves it out of the graph around it
-
-
-def compiled_block_call(backend: Callable[..., Any], *, dynamic: bool | None = None) -> Callable[..., Any]:
-    """A function ``compiled(module, *args, **kwargs)`` that calls any module of one kind compiled. Like `compiled_call`
-    it has a code object and a name of its own."""
-
-    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return type(module)._call_impl(module, *args, **kwargs)  # type: ignore[no-untyped-call]
-
-    return _compiled(call, backend, lambda args: args[0], dynamic=dynamic)
-
-
-def class_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """``Module._call_impl`` of the module's class, whatever `set_call` has set."""
-    return type(module)._call_impl(module, *args, **kwargs)  # type: ignore[no-untyped-call]
 
 
 def set_call(module: nn.Module, call: Callable[..., Any]) -> None:
@@ -593,17 +571,6 @@ def registered_in(model: nn.Module) -> list[dict[str, Any]]:
     ScriptModule are no dicts, and left out.)"""
     dicts = (part for module in model.modules() for part in (module._modules, module._parameters))
     return [part for part in dicts if part and isinstance(part, dict)]
-
-
-def call_after(before: Callable[[], None], call: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that calls ``before``, which is not compiled, and then ``call``."""
-    ahead = torch.compiler.disable(before)  # type: ignore[no-untyped-call]
-
-    def start(*args: Any, **kwargs: Any) -> Any:
-        ahead()
-        return call(*args, **kwargs)
-
-    return start
 
 
 @functools.cache
@@ -673,12 +640,6 @@ def caller_of_state_dict() -> str:
         frame = frame.f_back
     caller = None if frame is None else frame.f_back
     return "" if caller is None else str(caller.f_globals.get("__name__", ""))
-
-
-def plain_call(model: nn.Module) -> Callable[..., Any]:
-    """``Module._call_impl``: the forward with its hooks (2.11 to 2.15)."""
-    call: Callable[..., Any] = model._call_impl
-    return call
 
 
 def call_instead(model: nn.Module, call: Callable[..., Any] | None) -> None:

@@ -19,13 +19,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zc import torch_private
-from zc.api import close, make_call, no_sync, recompile
+from zc.api import close, make_call, recompile
 from zc.api import compile as zc_compile
 from zc.checkpoint.whole_state import full_optimizer_state
 from zc.errors import PlanError
 from zc.guards import NotForDDP
 from zc.integrations import load_masters, needed, seam, shards_weights, whole_weights
-from zc.registry import COMPILED, sharded
+from zc.registry import COMPILED, no_sync, sharded
 
 _Module: Any = needed("lightning", "lightning").LightningModule
 _FabricDDP: Any = needed("lightning.fabric.strategies", "lightning").DDPStrategy
