@@ -22,7 +22,9 @@ from typing import Any, TypeVar
 
 import torch
 from torch import fx, nn
+from torch._guards import CompileContext, TracingContext, detect_fake_mode
 from torch.autograd.graph import Node
+from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
@@ -135,10 +137,10 @@ def needed_by_autograd(params: Mapping[str, torch.nn.Parameter]) -> frozenset[st
     """
     nodes = _leaves_below(torch._C._current_autograd_node())
     own = {name: nodes.pop(id(param)) for name, param in params.items() if id(param) in nodes}
-    free = {name for name, runs in zip(own, _which_run(own.values()), strict=True) if runs}
+    free = {name for name, node in own.items() if _runs(node)}
     # a parameter may have been frozen since the forward
     free = {name for name in free if (param := params[name]).requires_grad and not param._backward_hooks}
-    counts = list(map(sys.getrefcount, own.values()))  # two loops in C, as each backward asks for all parameters
+    counts = list(map(sys.getrefcount, own.values()))  # a loop in C, as each backward asks for all parameters
     if counts.count(_count_alone()) < len(counts):
         by_name = zip(own.items(), counts, strict=True)
         free -= {name for (name, node), count in by_name if count > _count_alone() and _has_hooks(node)}
@@ -173,15 +175,8 @@ def _has_hooks(node: Any) -> bool:
     return False
 
 
-def _which_run(nodes: Collection[Any]) -> list[bool]:
-    """Whether the running backward runs each of these nodes. A loop in C: each backward asks for all parameters."""
-    try:
-        return list(map(torch._C._will_engine_execute_node, nodes))  # type: ignore[attr-defined, unused-ignore]
-    except RuntimeError:  # for one of them
-        return [_runs(node) for node in nodes]
-
-
 def _runs(node: Any) -> bool:
+    """Whether the running backward runs this node."""
     try:
         return bool(torch._C._will_engine_execute_node(node))  # type: ignore[attr-defined, unused-ignore]
     except RuntimeError:  # torch.autograd.grad has asked for this very gradient
@@ -235,16 +230,12 @@ def own_storage(part: torch.Tensor) -> torch.Tensor:
 def tensors_in(values: object) -> list[Any]:
     """The leaves of nested lists, tuples, dicts and registered classes. (``torch.utils._pytree.tree_leaves``, 2.11 to
     2.15.)"""
-    from torch.utils import _pytree
-
     return _pytree.tree_leaves(values)
 
 
 def map_tensors(function: Callable[[torch.Tensor], object], values: object) -> Any:
     """The same nested lists, tuples, dicts and registered classes, with ``function`` of each tensor in its place.
     (``torch.utils._pytree.tree_map_only``, 2.11 to 2.15.)"""
-    from torch.utils import _pytree
-
     return _pytree.tree_map_only(torch.Tensor, function, values)
 
 
@@ -409,8 +400,6 @@ def _backend_options(group: torch.distributed.ProcessGroup | None, device_type: 
 
 def compile_id() -> str:
     """Dynamo's id of the graph that is being compiled, frame / how often that frame was compiled before."""
-    from torch._guards import CompileContext
-
     current = CompileContext.current_compile_id()
     return f"{current.frame_id}/{current.frame_compile_id}" if current is not None else "?"
 
@@ -686,8 +675,6 @@ def guard_identity(gm: fx.GraphModule, names: Sequence[str | None]) -> None:
     """
     from torch._dynamo.guards import GuardBuilder
     from torch._dynamo.source import LocalSource, UnspecializedNNModuleSource
-    from torch._guards import TracingContext
-
     _print_no_elements()
     guards = TracingContext.get().guards_context.dynamo_guards
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
@@ -726,8 +713,6 @@ def guard_requires_grad(gm: fx.GraphModule) -> None:
     """
     from torch._dynamo.guards import GuardBuilder
     from torch._dynamo.source import AttrSource
-    from torch._guards import TracingContext
-
     if torch.__version__ >= "2.12":
         return
     guards = TracingContext.get().guards_context.dynamo_guards
@@ -747,8 +732,6 @@ def guard_absent_hooks() -> None:
     (2.11 to 2.15), as `guard_identity` does.
     """
     from torch._dynamo.guards import GuardBuilder
-    from torch._guards import TracingContext
-
     guards = TracingContext.get().guards_context.dynamo_guards
     for guard in list(guards):
         source = guard.originating_source
@@ -825,8 +808,6 @@ def _swapped(old: fx.Node, new: Any, node: fx.Node) -> Any:
 
 def _value_anew(node: fx.Node) -> None:
     """``meta["val"]`` of an operation, from the values that it reads: it shares their storages where it is a view."""
-    from torch._guards import detect_fake_mode
-
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda used: used.meta["val"])
     mode = detect_fake_mode([used.meta["val"] for used in node.all_input_nodes])
     if mode is not None and isinstance(node.target, torch._ops.OpOverload):
@@ -877,8 +858,6 @@ def before_double_backward(call: Callable[[], None]) -> None:
 def forward_metadata() -> Any:
     """AOTAutograd's metadata of the forward that is compiled, or None. (``TracingContext.fw_metadata``, 2.11 to
     2.15.)"""
-    from torch._guards import TracingContext
-
     context = TracingContext.try_get()
     return context.fw_metadata if context is not None else None
 
@@ -886,8 +865,6 @@ def forward_metadata() -> Any:
 @contextlib.contextmanager
 def with_forward_metadata(metadata: Any) -> Iterator[None]:
     """Inside, `forward_metadata` is this: for a graph out of AOTAutograd's cache, which sets none."""
-    from torch._guards import TracingContext
-
     context = TracingContext.get()
     before, context.fw_metadata = context.fw_metadata, metadata
     try:
@@ -931,8 +908,6 @@ def apart_from_the_whole(donated: Sequence[int]) -> Iterator[None]:
     segment those positions mean other tensors, a parameter perhaps: they must never be left standing here. And it
     writes the strides of its outputs there (``output_strides``), which would be taken for the whole graph's; segments
     keep the strides that were traced."""
-    from torch._guards import TracingContext
-
     context = TracingContext.try_get()
     metadata: Any = context.fw_metadata if context is not None else None
     if metadata is None:
@@ -1187,7 +1162,6 @@ def dump_graph(gm: fx.GraphModule, value: Any) -> bytes:
 
 def load_graph(content: bytes) -> Any:
     """The value that `dump_graph` has dumped, with fake tensors of the current mode."""
-    from torch._guards import TracingContext
     from torch.fx._graph_pickler import GraphPickler
 
     fake_mode: Any = TracingContext.get().fake_mode

@@ -507,7 +507,7 @@ def _place(
             free[lane] = span.stop
             if isinstance(op, ReadWeights | FreeWeights):
                 continue  # it does nothing itself
-            said = detail(node, program.plan, program)
+            said = detail(node, program)
             boxes.append(Box(node, lane, span.start, span.stop, label(node, program.plan), said, span.waits))
 
 
@@ -554,11 +554,9 @@ def label(node: fx.Node, plan: Plan) -> str:
     return f"{kind_of(node)} {node.args[0] if node.args else ''}"
 
 
-def detail(node: fx.Node, plan: Plan, program: Program | None = None) -> str:
+def detail(node: fx.Node, program: Program) -> str:
     """The text for a box under the pointer."""
-    op, words = op_of(node), f"{stream_of(node)}: {kind_of(node)}"
-    if program is not None:
-        words = f"{program.name}, {words}"
+    op, plan, words = op_of(node), program.plan, f"{program.name}, {stream_of(node)}: {kind_of(node)}"
     if isinstance(op, Segment):
         names = gradients_of(node, plan)
         grads = f"; computes the gradients of {some(names, 3)}" if names else ""
