@@ -104,8 +104,9 @@ class StatePointer:
         wrapper.pointer = self
         wrapper.state_dict, wrapper.load_state_dict = self.state_dict, self.load_state_dict
 
-    def point_to(self, name: str) -> None:
-        """The next ``state_dict()`` says that the state is in the folder ``name``."""
+    def point_to(self, name: str | None) -> None:
+        """The next ``state_dict()`` says that the state is in the folder ``name``. None takes that back: on a rank that
+        writes no file nothing asks for the state."""
         self._folder = name
 
     def note_load(self, name: str | None) -> None:
@@ -116,10 +117,6 @@ class StatePointer:
     def is_loaded(self) -> bool:
         """Whether a `note_load` waits for its pointer."""
         return self._loaded is not None
-
-    def stop(self) -> None:
-        """Takes a `point_to` back: on a rank that writes no file nothing asks for the state."""
-        self._folder = None
 
     def state_dict(self) -> dict[str, Any]:
         if self._folder is None:

@@ -121,7 +121,7 @@ class ZcMixin:
         save_beside(output_dir, "zc", trainer.model, trainer.optimizer.optimizer)
         trainer.optimizer.pointer.point_to("zc")
         super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
-        trainer.optimizer.pointer.stop()
+        trainer.optimizer.pointer.point_to(None)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         trainer: Any = self
