@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 import zc
 from zc.errors import PlanError, ZcError
+from zc.machine import num_threads
 
 _CHECK = """``python -m zc check script.py:make``: `zc.check` of what a function returns, with an exit status.
 
@@ -43,7 +44,7 @@ def report() -> dict[str, str]:
         triton = importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:
         triton = "none (every kernel runs as its torch reference; pip install 'zero-compile[triton]')"
-    devices = [f"cpu ({len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()} cores)"]
+    devices = [f"cpu ({num_threads(1)} cores)"]
     for index in range(torch.cuda.device_count()):
         props = torch.cuda.get_device_properties(index)
         devices.append(f"cuda:{index} ({props.name}, {props.total_memory / 2**30:.0f} GiB)")

@@ -328,7 +328,7 @@ def _run_backend(
 
 def _cause(one: Difference, got: Moment, wanted: Moment, first: First | None, loop: Loop) -> Finding | None:
     if one.key.kind == "gradient":
-        return cause_in_gradients(got, wanted, first, loop.rank, loop.world_size)
+        return cause_in_gradients(got, wanted, first, loop.world_size)
     if one.key.kind == "weight":
         return cause_in_weights(got, wanted, first)
     named = {

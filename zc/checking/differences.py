@@ -153,7 +153,7 @@ LEFT = 0.02  # of a difference, where a guess explains it
 UNKNOWN = "what zc does between the backward and the update differs from plain PyTorch, in no way that zc.check knows"
 
 
-def cause_in_gradients(got: Moment, wanted: Moment, first: First | None, rank: int, world_size: int) -> Finding | None:
+def cause_in_gradients(got: Moment, wanted: Moment, first: First | None, world_size: int) -> Finding | None:
     """``first``: of the first update, else None."""
     there_is = ((key, value) for key, value in wanted.of("gradient") if value is not None)
     pairs: dict[Key, Any] = {key: (value, got.values.get(key)) for key, value in there_is}
@@ -169,11 +169,11 @@ def cause_in_gradients(got: Moment, wanted: Moment, first: First | None, rank: i
     for dtype in (torch.bfloat16, torch.float16):
         if torch.equal(have.to(dtype).double(), have) and not torch.equal(mean.to(dtype).double(), mean):
             return Finding("narrow-accumulation", f"gradients are rounded to {dtype}, as if they were added up in it")
-    return _best(have, mean, _guesses_of_gradients(mean, sizes, first, rank, world_size))
+    return _best(have, mean, _guesses_of_gradients(mean, sizes, first, world_size))
 
 
 def _guesses_of_gradients(
-    mean: Tensor, sizes: Mapping[str, int], first: First | None, rank: int, world_size: int
+    mean: Tensor, sizes: Mapping[str, int], first: First | None, world_size: int
 ) -> Iterator[tuple[Finding, Tensor]]:
     if world_size > 1:
         yield Finding("sum-not-mean", f"the gradient is the sum over the {world_size} ranks, not their mean"), (
@@ -182,20 +182,11 @@ def _guesses_of_gradients(
         yield Finding("mean-twice", f"the gradient is divided by the {world_size} ranks twice"), mean / world_size
     if first is None:
         return
-    parts = [_joined(part, sizes) for part in first.parts]
-    if world_size > 1:
-        yield Finding("not-reduced", f"rank {rank} has its own gradient, which nothing has averaged"), parts[rank]
-        for absent, part in enumerate(parts):
-            yield Finding("rank-missing", f"the gradient of rank {absent} is missing"), mean - part / world_size
-            yield Finding("rank-missing", f"the gradient of rank {absent} is left out of the mean"), (
-                (mean * world_size - part) / (world_size - 1)
-            )
-    for k, grads in enumerate(first.by_microbatch):
-        part = _joined(grads, sizes)
-        yield Finding("microbatch-missing", f"the gradient of microbatch {k} is missing"), mean - part
-        yield Finding("microbatch-twice", f"the gradient of microbatch {k} counts twice"), mean + part
-        if len(first.by_microbatch) > 2:  # of two, one is missing
-            yield Finding("microbatch-alone", f"of the microbatches only number {k} counts"), part
+    for absent, part in enumerate(first.parts if world_size > 1 else ()):
+        missing = mean - _joined(part, sizes) / world_size
+        yield Finding("rank-missing", f"the gradient of rank {absent} is missing"), missing
+    for k, part in enumerate(first.by_microbatch):
+        yield Finding("microbatch-missing", f"the gradient of microbatch {k} is missing"), mean - _joined(part, sizes)
 
 
 def cause_in_weights(got: Moment, wanted: Moment, first: First | None) -> Finding | None:
@@ -204,16 +195,12 @@ def cause_in_weights(got: Moment, wanted: Moment, first: First | None) -> Findin
     have = {name: got.values[Key("weight", name)] for name in moved}
     sizes = {name: value.numel() for name, value in moved.items()}
     one, other = _joined(have, sizes), _joined(moved, sizes)
-    guesses = [
-        (Finding("no-update", "the weights are not updated"), torch.zeros_like(other)),
-        (Finding("update-twice", "the weights are updated twice"), 2 * other),
-    ]
+    guesses = [(Finding("no-update", "the weights are not updated"), torch.zeros_like(other))]
     if first is not None:
         decay = _joined({name: _decay(first, name) for name in sizes if name in first.before}, sizes)
         if norm(decay):
             twice = Finding("decay-twice", "weight decay is applied twice: weights also shrink by lr * weight_decay")
             guesses.append((twice, other - decay))
-            guesses.append((Finding("no-decay", "weight decay is not applied"), other + decay))
     return _best(one, other, iter(guesses))
 
 

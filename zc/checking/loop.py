@@ -107,8 +107,8 @@ class Moment:
     def add_weights(self, weights: Mapping[str, Tensor], first: Mapping[str, Tensor]) -> None:
         for name, weight in weights.items():
             key = Key("weight", name)
-            wide = weight.detach().to("cpu", torch.float64)
-            self.values[key], self.sizes[key] = (wide - first[name].double()).to(_stored(weight.dtype)), norm(weight)
+            moved = weight.detach().to("cpu", torch.float64) - first[name].double()
+            self.values[key], self.sizes[key] = moved.to(wide(weight.dtype)), norm(weight)
 
     def add_state(self, states: Any, names: list[dict[int, str]]) -> None:
         """``states``: of each optimizer, its ``state_dict()``."""
@@ -120,8 +120,9 @@ class Moment:
                         self.values[Key("state", name)] = kept(value) if isinstance(value, Tensor) else float(value)
 
 
-def _stored(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """At least fp32."""
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
 def kept(tensor: Tensor) -> Tensor:
