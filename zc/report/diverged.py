@@ -365,12 +365,10 @@ def _way(call: Call | None) -> object:
 
 
 def _meets(call: Call | None) -> object:
-    """Equal for calls that other ranks can answer."""
-    return call and (call.model, "" if is_announcement(call) else call.what)
-
-
-def is_announcement(call: Call) -> bool:
-    return call.what in _ANNOUNCED or call.what.startswith("reduce buckets")
+    """Equal for calls that other ranks can answer: all announcements are."""
+    if call is None:
+        return None
+    return call.model, "" if call.what in _ANNOUNCED or call.what.startswith("reduce buckets") else call.what
 
 
 def _differ(lists: dict[int, list[Call]], key: Callable[[Call | None], object]) -> Difference | None:
