@@ -137,10 +137,10 @@ def needed_by_autograd(params: Mapping[str, torch.nn.Parameter]) -> frozenset[st
     """
     nodes = _leaves_below(torch._C._current_autograd_node())
     own = {name: nodes.pop(id(param)) for name, param in params.items() if id(param) in nodes}
-    free = {name for name, node in own.items() if _runs(node)}
+    free = {name for name, runs in zip(own, _which_run(own.values()), strict=True) if runs}
     # a parameter may have been frozen since the forward
     free = {name for name in free if (param := params[name]).requires_grad and not param._backward_hooks}
-    counts = list(map(sys.getrefcount, own.values()))  # a loop in C, as each backward asks for all parameters
+    counts = list(map(sys.getrefcount, own.values()))  # two loops in C, as each backward asks for all parameters
     if counts.count(_count_alone()) < len(counts):
         by_name = zip(own.items(), counts, strict=True)
         free -= {name for (name, node), count in by_name if count > _count_alone() and _has_hooks(node)}
@@ -175,8 +175,15 @@ def _has_hooks(node: Any) -> bool:
     return False
 
 
+def _which_run(nodes: Collection[Any]) -> list[bool]:
+    """Whether the running backward runs each of these nodes. A loop in C: each backward asks for all parameters."""
+    try:
+        return list(map(torch._C._will_engine_execute_node, nodes))  # type: ignore[attr-defined, unused-ignore]
+    except RuntimeError:  # for one of them
+        return [_runs(node) for node in nodes]
+
+
 def _runs(node: Any) -> bool:
-    """Whether the running backward runs this node."""
     try:
         return bool(torch._C._will_engine_execute_node(node))  # type: ignore[attr-defined, unused-ignore]
     except RuntimeError:  # torch.autograd.grad has asked for this very gradient
