@@ -5,20 +5,12 @@ from pkgutil import extend_path
 __path__ = extend_path(__path__, __name__)  # Zope's zc.lockfile, zc.buildout and others share the name
 
 from zc.api import (
-    clip_grad_norm_,
     close,
     compile,  # noqa: A004
-    count,
-    flush_state,
-    full_grad,
-    grads_are_finite,
-    join,
-    no_sync,
     recompile,
-    synchronize,
 )
 from zc.checking.check import check
-from zc.checking.report import Report
+from zc.checking.loop import Report
 from zc.checkpoint.deepspeed import load_universal
 from zc.checkpoint.files import latest
 from zc.checkpoint.first_values import initialize
@@ -41,11 +33,23 @@ from zc.optim.assignment import elementwise
 from zc.optim.one_rank import one_rank
 from zc.passes.pipeline import verify
 from zc.passes.verify import Verdict
-from zc.registry import persistent_nbytes
+from zc.registry import (
+    clip_grad_norm_,
+    count,
+    flush_state,
+    full_grad,
+    full_state_dict,
+    grads_are_finite,
+    iter_weights,
+    join,
+    no_sync,
+    persistent_nbytes,
+    synchronize,
+    whole_parameters,
+)
 from zc.report.explain import explain
 from zc.report.prediction import Estimate, plan
 from zc.version import __version__
-from zc.whole import full_state_dict, iter_weights, whole_parameters
 
 _configure_log()
 

@@ -1,16 +1,20 @@
-"""`zc.compile`, `zc.recompile` and `zc.close`, and the functions for the training loop. Every rank must call those on
-gradients and `zc.join`."""
+"""`zc.compile`, `zc.recompile` and `zc.close`: the weights of a model move to their places in the plan, and back.
+
+Models on the meta device (stage 3) get a device, without bytes, and their values unit by unit. `compile` gives each
+parameter its place in a shard. A value then comes from a checkpoint (`zc.load`), from a folder of safetensors
+(`zc.load_pretrained`), or from the modules themselves (`zc.initialize`). No rank ever holds more than its shards and
+one module.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import math
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, SupportsFloat, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,27 +37,27 @@ from zc.checks import (
 )
 from zc.compiler import backend as compiler
 from zc.compiler.blocks import Blocks, compile_blocks, find_again
-from zc.config import OPTIONS, Config, check_count
+from zc.config import OPTIONS, Config
 from zc.engine.buffer_sync import BufferSync
 from zc.engine.buffers import Buffers
 from zc.engine.core import Updater
-from zc.engine.param_checks import Unset
+from zc.engine.memory_order import flattened, in_shape
+from zc.engine.param_checks import Unset, poison
 from zc.engine.runtime import Runtime
 from zc.engine.streams import make_streams
 from zc.errors import PlanError, ZcError
-from zc.features import RANKS, features_of
-from zc.fill import broadcast, broadcast_rest, fill, move_from_meta, restore, snapshot
 from zc.offload.disk import DiskState
 from zc.offload.host_step import HostMemory, HostStep, unlock_dropped
 from zc.optim.assignment import Assignment, Container, is_elementwise
 from zc.optim.model import ShardedModel
 from zc.optim.optimizer import ShardedOptimizer, refuse_closed, replace_methods, restore_methods
 from zc.planning.blocks import find_singles, matrices_around
-from zc.planning.plan import Plan
-from zc.prepare import Request, fingerprint, notes_of, plan_of, resolve
+from zc.planning.plan import Bucket, Plan
+from zc.prepare import RANKS, Request, features_of, fingerprint, notes_of, plan_of, resolve
 from zc.ranks.group import Group, ranks_of
 from zc.registry import COMPILED, is_ours, sharded
 from zc.report import diverged
+from zc.weights.param import without_bytes
 
 
 def compile(  # noqa: A001  (the name users know from torch.compile)
@@ -243,14 +247,29 @@ def _make_buffer_sync(model: nn.Module, runtime: Runtime) -> BufferSync | None:
 def make_call(module: nn.Module, runtime: Runtime, sync: BufferSync | None = None) -> Callable[..., Any] | None:
     """The function for ``module(...)`` to run: compiled, among waits for weights. None: its own forward.
     ``module`` is the model, or a part of it that the caller calls alone."""
-    config, call = runtime.config, None
+    config = runtime.config
+    call: Callable[..., Any] | None = None
     if config.backend != "eager" and not (runtime.plan.sharded and runtime.plan.kinds):
         backend = compiler.make_backend(runtime)
-        call = torch_private.compiled_call(module, backend, dynamic=config.dynamic, fullgraph=config.fullgraph)
+        compiled = torch_private.compiled_call(
+            torch_private.object_call, backend, dynamic=config.dynamic, fullgraph=config.fullgraph
+        )
+        call = partial(compiled, module)
     call = runtime.weights.call_of(module, call)
     if sync is not None:
-        call = torch_private.call_after(sync.before_forward, call or torch_private.plain_call(module))
+        call = _call_after(sync.before_forward, call or partial(torch_private.object_call, module))
     return call if call is None or config.backend == "eager" else guards.naming_limits(call)
+
+
+def _call_after(before: Callable[[], None], call: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that calls ``before``, which is not compiled, and then ``call``."""
+    ahead = torch.compiler.disable(before)  # type: ignore[no-untyped-call]
+
+    def start(*args: Any, **kwargs: Any) -> Any:
+        ahead()
+        return call(*args, **kwargs)
+
+    return start
 
 
 def _install(model: nn.Module, compiled: ShardedModel, call: Callable[..., Any] | None) -> None:
@@ -448,140 +467,144 @@ def _make_plain(model: nn.Module, compiled: ShardedModel) -> None:
         sharded_optimizer.optimizer.register_step_pre_hook(refuse_closed)
 
 
-@contextlib.contextmanager
-def no_sync(model: nn.Module) -> Iterator[None]:
-    """Declares that the backward calls inside are not the last before an update.
+# --- how weights move to their places, and back ---
 
-    Stage 1 then skips their reduction. Stage 2 reduces every backward, since it keeps no full-size gradient, so ranks
-    wait for each other inside, too. If they have different numbers of such backwards, the loop may call no collective
-    of its own before the next backward outside, or RankMismatchError is raised. Forgetting no_sync changes no number,
-    it only costs communication.
+
+@torch.no_grad()
+def broadcast(tensors: Iterable[Tensor], ranks: Group) -> None:
+    """Gives all ranks rank 0's values of these tensors."""
+    for tensor in tensors:
+        # what travels are bytes, and those of a conjugate or negative view are others
+        values = tensor.detach().resolve_conj().resolve_neg().contiguous()
+        ranks.broadcast_(values)
+        tensor.copy_(values)
+
+
+def broadcast_rest(model: nn.Module, params: Mapping[str, nn.Parameter], ranks: Group) -> None:
+    """Gives all ranks rank 0's buffers, and its parameters that are not among ``params``, which have buckets; not
+    those that the program leaves to each rank."""
+    in_buckets, own = {id(p) for p in params.values()}, left_to_ranks(model)
+    rest = {n: p for n, p in model.named_parameters() if id(p) not in in_buckets}
+    broadcast([tensor for n, tensor in (*rest.items(), *model.named_buffers()) if n not in own], ranks)
+
+
+@torch.no_grad()
+def fill(runtime: Runtime, buckets: Sequence[Bucket], unset: Collection[str] = ()) -> None:
+    """Broadcasts the weights from rank 0, copies them to the masters, and makes flat_param the parameters' memory. It
+    frees the old memory of a bucket's parameters before it allocates the next bucket. ``unset``: names of parameters
+    that have no bytes, and no value."""
+    ranks, buffers = runtime.group, runtime.buffers
+    for bucket in buckets:
+        buffers.add(bucket)
+        is_sharded = runtime.plan.is_sharded(bucket)
+        for slot in bucket.slots:
+            shards = [buffers.weight_part(bucket, slot)] if is_sharded else []
+            shards += filter(None, [buffers.master_part(bucket, slot)])
+            if slot.name in unset:
+                for shard, _ in shards:
+                    poison(shard)
+                continue
+            param = runtime.placed[slot.name]
+            values = flattened(param.detach(), slot)
+            ranks.broadcast_(values)
+            for shard, elements in shards:
+                shard.copy_(values[elements])
+            if is_sharded:
+                del values
+                param.data = without_bytes(param, bucket.param_dtype)
+                continue
+            place = buffers.flat_param[bucket.index][slot.offset : slot.stop]
+            place.copy_(values)
+            del values
+            param.data = in_shape(torch_private.own_storage(place), slot)
+        buffers.remember_shard(bucket)
+    buffers.add_staging()
+    runtime.accumulators.open_shards()
+    if buffers.note is not None:
+        runtime.say_once(buffers.note)
+
+
+def snapshot(objects: Sequence[Any]) -> Callable[[], None]:
+    """Returns a function that gives modules and optimizers the attributes, hooks and groups back that they have now. It
+    refills their dicts in place, because handles of hooks refer to those."""
+    dicts: list[dict[Any, Any]] = []
+    for owner in objects:
+        dicts += [vars(owner), *(value for value in vars(owner).values() if isinstance(value, dict))]
+        dicts += getattr(owner, "param_groups", ())
+    copies = [dict(items) for items in dicts]
+
+    def put_back() -> None:
+        for items, copy in zip(dicts, copies, strict=True):
+            items.clear()
+            items.update(copy)
+
+    return put_back
+
+
+@torch.no_grad()
+def restore(runtime: Runtime, dtypes: Mapping[str, torch.dtype]) -> None:
+    """The reverse of `fill`, also of one that has not come to its end: parameters are plain ones in these dtypes, with
+    memory of their own and without gradients."""
+    for handle in (*runtime.hooks, *runtime.weights.hooks):
+        handle.remove()
+    runtime.weights.let_go()
+    runtime.buffers.close()  # Dynamo keeps compiled code, which refers to the runtime
+    for name, param in runtime.placed.items():
+        param.grad = None
+        param.data = param.data.to(dtypes[name], copy=True, memory_format=torch.preserve_format)
+    runtime.streams.close()
+
+
+def move_from_meta(
+    model: object, device: torch.device | str | None, stage: int, undo: contextlib.ExitStack
+) -> tuple[list[str], list[tuple[str, nn.Module, str]]]:
+    """Moves what ``model`` has on meta to ``device``: parameters without bytes, whole buffers without values.
+
+    Each parameter stays the object that optimizers hold. Returns the parameters and buffers that have no value, as
+    `zc.engine.param_checks.Unset` takes them. Raises PlanError if ``device`` is missing, or the stage keeps whole
+    weights; nothing has changed then.
     """
-    with sharded(model).runtime.no_sync():
-        yield
+    unset_params: list[str] = []
+    unset_buffers: list[tuple[str, nn.Module, str]] = []
+    if not isinstance(model, nn.Module):
+        return unset_params, unset_buffers
+    params = {name: param for name, param in model.named_parameters() if param.is_meta}
+    where = _device(device) if device is not None else None
+    for name, param in model.named_parameters() if where is not None else ():
+        if not param.is_meta and param.device != where:
+            raise PlanError(
+                f"device={device!r} is for parameters on meta, and {name} is on {param.device}: leave device out, or "
+                "make the whole model on meta"
+            )
+    if params and (where is None or stage != 3):
+        first = next(iter(params))
+        raise PlanError(
+            f"parameter {first} is on the meta device: materialise the model before zc.compile, or give stage=3 and "
+            f"device= (here stage={stage}, device={device!r}), and load or initialise the values afterwards"
+        )
+    if where is None:
+        return unset_params, unset_buffers
+    for name, param in params.items():
+        whole = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device=where)
+        bare = without_bytes(nn.Parameter(whole, requires_grad=False), param.dtype)
+        empty = nn.Parameter(bare, requires_grad=param.requires_grad)
+        vars(empty).update(vars(param))
+        torch.utils.swap_tensors(param, empty)  # type: ignore[no-untyped-call]
+        undo.callback(torch.utils.swap_tensors, param, empty)
+        unset_params.append(name)
+    for prefix, module in model.named_modules():
+        for key, buffer in list(module.named_buffers(recurse=False)):
+            if buffer.is_meta:
+                on_device = torch.empty_like(buffer, device=where)
+                poison(on_device)
+                setattr(module, key, on_device)
+                undo.callback(setattr, module, key, buffer)
+                unset_buffers.append((f"{prefix}.{key}".lstrip("."), module, key))
+    return unset_params, unset_buffers
 
 
-def synchronize(model: nn.Module) -> None:
-    """With ``overlap_gather``: makes the current stream (on CPU: this thread) wait for all gathers of new weights.
-
-    Only needed between ``optimizer.step()`` and the next forward, before a read that torch does not see: by a C++
-    extension that takes tensors past torch's dispatch, or by an address or a DLPack capsule from before the step.
-    Does nothing without ``overlap_gather``. The host does not wait on CUDA.
-    """
-    sharded(model).runtime.weights.synchronize()
-
-
-def flush_state(model: nn.Module) -> None:
-    """With ``offload="disk"``: makes ``offload_dir`` complete, on all ranks, and returns when it is on the disk.
-
-    A later `compile` with the same folder, plan and optimizer continues with the state if the model has the present
-    weights (save them beside it); with other weights it raises. From the next update on the folder is not complete,
-    and a run that finds it so starts with fresh state and says that. Save hyper-parameters and schedulers yourself.
-
-    Raises:
-        PlanError: the model has no state on a disk, or not all of its state is there. OSError, RankMismatchError: the
-        disk refused, here or on another rank; the folder is then not complete.
-    """
-    sharded(model).flush_state()
-
-
-def count(model: nn.Module, num_tokens: float | Tensor) -> None:
-    """The loss of one backward is a sum over ``num_tokens`` tokens (or samples, or their weights): gradients become the
-    mean over the tokens of all ranks and all backwards of the update, whose numbers need not be known before::
-
-        for batch in microbatches:
-            zc.count(model, batch.labels.ne(-100).sum())
-            cross_entropy(model(batch.inputs), batch.labels, reduction="sum").backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    A mean of means, of ranks or microbatches, weighs a token by how few others its microbatch has
-    (https://huggingface.co/blog/gradient_accumulation). Call it once for each backward, before or after it, after
-    ``zero_grad()``; on every rank that has a backward, or on none. It exchanges nothing: the counts travel with what
-    ranks tell each other before an update. Clipping, norms and ``param.grad`` see the mean over tokens.
-
-    Args:
-        num_tokens: at least 0. Of a tensor on a device, the host waits for it.
-
-    Raises:
-        ValueError: ``num_tokens`` is negative or not finite. The next read of gradients or ``step()`` raises ZcError,
-        on all ranks and before anything changes, if a backward was not counted once, or if the counts add up to 0; so
-        does a backward that would add to gradients that are divided already.
-    """
-    number = float(num_tokens) if isinstance(num_tokens, SupportsFloat) else math.nan
-    if not math.isfinite(number) or number < 0:
-        raise ValueError(f"zc.count takes a finite number of tokens, at least 0, not {num_tokens!r}")
-    sharded(model).runtime.count_tokens(number)
-
-
-def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
-    """Scales the gradients so that their joint 2-norm is at most ``max_norm``; one collective.
-
-    Returns the norm before, fp32, 0-d: the norm of the mean gradient over all ranks, each element counted once, as
-    `torch.nn.utils.clip_grad_norm_` gives it under DDP. A NaN or infinity stays one.
-
-    Raises:
-        ValueError: ``max_norm`` is negative, NaN or no number; nothing has changed.
-    """
-    number = float(max_norm) if isinstance(max_norm, SupportsFloat) else math.nan
-    if not number >= 0:
-        raise ValueError(f"zc.clip_grad_norm_ takes a largest norm of at least 0, such as 1.0, not {max_norm!r}")
-    return sharded(model).grad_shards.clip_grad_norm_(number)
-
-
-def grads_are_finite(model: nn.Module) -> bool:
-    """Whether all gradients of all ranks are finite: no infinity, no NaN. The same answer on every rank.
-
-    Every rank must call it. It shares its one collective with clipping, and waits for the device.
-    """
-    return sharded(model).grad_shards.are_finite()
-
-
-def full_grad(model: nn.Module) -> dict[str, Tensor | None]:
-    """Every trainable parameter's reduced gradient, gathered on all ranks, in the parameter's shape and the
-    accumulator's dtype; None where no rank has one. For inspection, not for training: it holds all gradients at
-    once."""
-    compiled = sharded(model)
-    gathered: dict[str, Tensor | None] = {}
-    for bucket in compiled.runtime.plan.buckets:
-        gathered.update(compiled.grad_shards.full_grads(bucket))
-    now = compiled.runtime.names_now()
-    return {now.get(id(param), name): gathered[name] for name, param in compiled.runtime.params.items()}
-
-
-T = TypeVar("T")
-
-
-def join(model: nn.Module, batches: Iterable[T], *, microbatches: int = 1) -> Iterator[T | None]:
-    """This rank's batches, then None while another rank still has some, so that all ranks make equally many updates::
-
-        for batch in zc.join(model, loader):
-            if batch is not None:
-                loss_of(model, batch).backward()
-            zc.clip_grad_norm_(model, 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-
-    A rank without a batch adds nothing, and gradients stay the mean over *all* ranks, as under DDP's Join with
-    ``divide_by_initial_world_size=True``, its default. It must still call ``step()`` and everything else that all
-    ranks call together: `clip_grad_norm_` (torch's own looks for a ``param.grad`` first, which such a rank may
-    lack), `save`, a collective of the loop. Buffers stay rank 0's: those of its last forward.
-
-    Args:
-        microbatches: batches per update: call ``step()`` after so many items, None or not. Ranks ask each other once
-            per update whether any has data left: an exchange of a few bytes in host memory.
-    """
-    check_count("microbatches", microbatches)
-    return _joined(sharded(model).runtime.group, iter(batches), microbatches)
-
-
-def _joined(group: Group, batches: Iterator[T], microbatches: int) -> Iterator[T | None]:
-    # Ranks exchange this only between two updates, where all have made equally many announcements. Inside an update
-    # they may have different numbers of backwards, and so of announcements (zc/engine/announcements.py).
-    while True:
-        batch = next(batches, None)
-        if not group.max_on_host([int(batch is not None)])[0]:
-            return
-        yield batch
-        for _ in range(microbatches - 1):
-            yield next(batches, None)
+def _device(device: torch.device | str) -> torch.device:
+    where = torch.device(device)
+    if where.type not in ("cpu", "meta") and where.index is None:
+        return torch.device(where.type, torch.accelerator.current_device_index())
+    return where

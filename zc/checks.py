@@ -157,13 +157,13 @@ def _check_tensors(params: dict[str, nn.Parameter]) -> None:
             raise PlanError(
                 f"parameter {name} is a {type(param.data).__name__}, zc takes plain tensors: give it one, or freeze it"
             )
-        other = next((each for each in COMPILED if any(param is theirs for theirs in each.parameters())), None)
-        if other is not None and any(torch_private.num_accumulate_hooks([param])):
-            raise PlanError(
-                f"parameter {name} is one of another model, {type(other).__name__}, that zc has compiled and whose "
-                "optimizer updates it: compile one module that holds both, with one optimizer, or freeze it here"
-            )
         if any(torch_private.num_accumulate_hooks([param])):
+            other = next((each for each in COMPILED if any(param is theirs for theirs in each.parameters())), None)
+            if other is not None:
+                raise PlanError(
+                    f"parameter {name} is one of another model, {type(other).__name__}, that zc has compiled and whose "
+                    "optimizer updates it: compile one module that holds both, with one optimizer, or freeze it here"
+                )
             raise PlanError(
                 f"parameter {name} has a post-accumulate-grad hook, which would find no gradient: zc takes it to its "
                 "bucket. Use register_hook for this rank's gradient, or read param.grad after the backward"

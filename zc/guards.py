@@ -55,17 +55,24 @@ class _Mark:
 
 
 class Instead:
-    """Replaces a method on one module object. Copies and pickles of the module have the class's method."""
+    """Stands in place of a method on one module object, and does what ``call`` does. Copies and pickles of the module
+    have what ``copied()`` describes, as ``__reduce__`` does."""
 
-    def __init__(self, module: nn.Module, name: str, call: Callable[..., Any]) -> None:
-        self._module, self._name, self._call = weakref.ref(module), name, call
+    def __init__(self, call: Callable[..., Any], copied: Callable[[], tuple[Any, ...]]) -> None:
+        self._call, self._copied = call, copied
 
     @torch_private.not_compiled_alone
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._call(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (self._module(), self._name)  # of the copy, whose __dict__ is still empty
+        return self._copied()
+
+
+def _instead(module: nn.Module, name: str, call: Callable[..., Any]) -> Instead:
+    """Copies have the class's method."""
+    of_module = weakref.ref(module)
+    return Instead(call, lambda: (getattr, (of_module(), name)))  # of the copy, whose __dict__ is still empty
 
 
 class NotForDDP:
@@ -85,41 +92,30 @@ class NotForDDP:
         return frozenset, (self.names,)
 
 
-class NoSync:
+def _no_sync(of_runtime: weakref.ref[Runtime]) -> contextlib.AbstractContextManager[None]:
     """``model.no_sync()`` of a compiled model, as in DistributedDataParallel. On a copy it does nothing."""
-
-    def __init__(self, runtime: Runtime) -> None:
-        self._runtime = weakref.ref(runtime)
-
-    def __call__(self) -> contextlib.AbstractContextManager[None]:
-        runtime = self._runtime()
-        return runtime.no_sync() if runtime is not None else contextlib.nullcontext()
-
-    def __reduce__(self) -> Any:  # deepcopy uses it, too
-        return partial, (contextlib.nullcontext,)
+    runtime = of_runtime()
+    return runtime.no_sync() if runtime is not None else contextlib.nullcontext()
 
 
-class NoJoin:
+def _refuse_join(*_: Any, **__: Any) -> NoReturn:
     """``model.join()``, and ``join_hook`` for torch's ``Join([model])``, which answers the exchanges of other ranks
     while this one has no batch, but takes no step with them. Copies have None in its place."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise ZcError(
-            "DDP's join was given a model that zc has compiled, whose step() exchanges, too, so a rank without a batch "
-            "must call it: take `for batch in zc.join(model, loader):`, and skip the backward where batch is None"
-        )
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(None), ()
+    raise ZcError(
+        "DDP's join was given a model that zc has compiled, whose step() exchanges, too, so a rank without a batch "
+        "must call it: take `for batch in zc.join(model, loader):`, and skip the backward where batch is None"
+    )
 
 
 def install(model: nn.Module, runtime: Runtime) -> Callable[[nn.Module], None]:
     """Installs the guards. What it returns removes them."""
     remember_names(model, runtime)
     of_runtime = weakref.ref(runtime)
-    torch_private.set_apply(model, Instead(model, "_apply", partial(_apply, weakref.ref(model), of_runtime)))
+    torch_private.set_apply(model, _instead(model, "_apply", partial(_apply, weakref.ref(model), of_runtime)))
     torch_private.tell_ddp(model, NotForDDP(torch_private.told_ddp(model)))
-    of_ddp = {"no_sync": NoSync(runtime), "join": NoJoin(), "join_hook": NoJoin(), _SYNCS: True}
+    no_join = Instead(_refuse_join, lambda: (type(None), ()))
+    no_sync = Instead(partial(_no_sync, of_runtime), lambda: (partial, (contextlib.nullcontext,)))
+    of_ddp = {"no_sync": no_sync, "join": no_join, "join_hook": no_join, _SYNCS: True}
     added = {name: value for name, value in of_ddp.items() if not hasattr(model, name)}
     vars(model).update(added)
     runtime.syncs = partial(_syncs, weakref.ref(model))
@@ -127,7 +123,7 @@ def install(model: nn.Module, runtime: Runtime) -> Callable[[nn.Module], None]:
     for name, module in model.named_modules():
         if isinstance(module, nn.RNNBase):
             call: Any = torch.compiler.disable(partial(_skip_flattening, of_runtime, name))  # type: ignore[no-untyped-call]
-            vars(module)["flatten_parameters"] = Instead(module, "flatten_parameters", call)
+            vars(module)["flatten_parameters"] = _instead(module, "flatten_parameters", call)
     return partial(_remove, tuple(added))
 
 
@@ -135,7 +131,7 @@ def pickle_without_hooks(model: nn.Module, weights: Weights) -> None:
     """Copies and pickles of modules leave out the hooks of ``weights``, which neither work there nor can be pickled."""
     for module in model.modules() if weights.hooks else ():
         get_state = partial(_state_to_pickle, weakref.ref(weights), weakref.ref(module))
-        vars(module)["__getstate__"] = Instead(module, "__getstate__", get_state)
+        vars(module)["__getstate__"] = _instead(module, "__getstate__", get_state)
 
 
 def _syncs(of_model: weakref.ref[nn.Module]) -> bool:
@@ -155,7 +151,7 @@ def _remove(added: Collection[str], model: nn.Module) -> None:
     told = torch_private.told_ddp(model)
     if _SYNCS in added:
         vars(model).pop(_SYNCS, None)
-    own = _Mark, Instead, NoSync, NoJoin, NotForDDP
+    own = _Mark, Instead, NotForDDP
     for module in model.modules():
         for name in [n for n, value in vars(module).items() if isinstance(value, own)]:
             del vars(module)[name]
@@ -165,7 +161,7 @@ def _remove(added: Collection[str], model: nn.Module) -> None:
 
 def install_call(block: nn.Module, call: Callable[..., Any]) -> None:
     """Makes ``block(...)`` run ``call(...)``; what `install` has returned undoes it."""
-    torch_private.set_call(block, Instead(block, "_call_impl", call))
+    torch_private.set_call(block, _instead(block, "_call_impl", call))
 
 
 def naming_limits(call: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,4 +1,6 @@
-"""From the arguments of `zc.compile` to a checked request."""
+"""From the arguments of `zc.compile` to a checked request, and the features of a model put together: what `zc.compile`
+hands to its ranks and its engine, which import none of it.
+"""
 
 from __future__ import annotations
 
@@ -25,23 +27,48 @@ from zc.checks import (
     shardable,
 )
 from zc.config import Config
-from zc.engine import param_checks
+from zc.engine import owners, param_checks
+from zc.engine.agreement import Agreement
+from zc.engine.announcements import Announcements
+from zc.engine.core import Features
 from zc.errors import PlanError
 from zc.machine import is_cuda, note_of_connections
 from zc.offload.disk import open_file
 from zc.optim.assignment import Assignment, is_elementwise, note_of, optimizers_in, rule_of, try_out
 from zc.optim.trials import whole_keys
+from zc.passes.pipeline import pipelines
 from zc.planning.blocks import find_kinds
 from zc.planning.layout import Rule, own_strides
 from zc.planning.ownership import assign_owners
 from zc.planning.packing import ParamSpec, make_plan, with_frozen
-from zc.planning.plan import BlockKind, Plan, Topology, usable
+from zc.planning.plan import BlockKind, Plan, Topology, Way, usable
 from zc.planning.traits import elementwise_names
+from zc.ranks import levels
+from zc.ranks.control import Parts
+from zc.ranks.encoded import encoded
 from zc.ranks.group import Group
+from zc.ranks.neighbours import by_memory, find_hosts
+from zc.ranks.replicas import between_replicas, split
+from zc.ranks.routes import MakeRoute
+from zc.ranks.watch import Watch
 from zc.registry import COMPILED
 
 if TYPE_CHECKING:
     from zc.offload.disk import StateFile
+
+# one line for each feature: without it the rest works
+RANKS = Parts(
+    find_hosts=find_hosts,
+    open_levels=levels.open_levels,
+    split=split,
+    watch_of=Watch.of_this_process,
+)
+ROUTES: dict[Way, MakeRoute] = {
+    Way.ENCODED: encoded,
+    Way.MEMORY: by_memory,
+    Way.SHARDS: by_memory,
+    Way.REPLICAS: between_replicas,
+}
 
 
 @dataclass(frozen=True)
@@ -194,3 +221,17 @@ def fingerprint(model: nn.Module, config: Config, assignment: Assignment) -> lis
         params.append(f"{name} {tuple(param.shape)} {param.dtype} requires_grad={param.requires_grad}{order}")
     buffers = [f"buffer {n} {tuple(b.shape)} {b.dtype}" for n, b in model.named_buffers() if n not in own]
     return options + optimizers + params + (owners if len(optimizers) > 1 else []) + buffers
+
+
+def features_of(plan: Plan, config: Config) -> Features:
+    """Those of a model with this plan."""
+    from zc.weights import OPERATIONS, make_weights  # late: these are the longest chains of imports
+
+    return Features(
+        pipelines(in_place=config.write_in_place, prove=config.verify, windows=bool(plan.sharded)),
+        make_weights,
+        {**owners.OPERATIONS, **OPERATIONS},
+        owners.gather_whole,
+        ROUTES,
+        make_agreement=Announcements if plan.num_ranks > 1 else Agreement,
+    )

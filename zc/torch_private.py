@@ -22,7 +22,9 @@ from typing import Any, TypeVar
 
 import torch
 from torch import fx, nn
+from torch._guards import CompileContext, TracingContext, detect_fake_mode
 from torch.autograd.graph import Node
+from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
@@ -235,16 +237,12 @@ def own_storage(part: torch.Tensor) -> torch.Tensor:
 def tensors_in(values: object) -> list[Any]:
     """The leaves of nested lists, tuples, dicts and registered classes. (``torch.utils._pytree.tree_leaves``, 2.11 to
     2.15.)"""
-    from torch.utils import _pytree
-
     return _pytree.tree_leaves(values)
 
 
 def map_tensors(function: Callable[[torch.Tensor], object], values: object) -> Any:
     """The same nested lists, tuples, dicts and registered classes, with ``function`` of each tensor in its place.
     (``torch.utils._pytree.tree_map_only``, 2.11 to 2.15.)"""
-    from torch.utils import _pytree
-
     return _pytree.tree_map_only(torch.Tensor, function, values)
 
 
@@ -409,8 +407,6 @@ def _backend_options(group: torch.distributed.ProcessGroup | None, device_type: 
 
 def compile_id() -> str:
     """Dynamo's id of the graph that is being compiled, frame / how often that frame was compiled before."""
-    from torch._guards import CompileContext
-
     current = CompileContext.current_compile_id()
     return f"{current.frame_id}/{current.frame_compile_id}" if current is not None else "?"
 
@@ -478,38 +474,31 @@ def saved_tensors_are_copied() -> bool:
     return hooks is not None and getattr(hooks[0], "__module__", "") != "torch.utils.checkpoint"
 
 
-def compiled_call(
-    model: nn.Module,
-    backend: Callable[..., Any],
-    *,
-    dynamic: bool | None = None,
-    fullgraph: bool = False,
-) -> Callable[..., Any]:
-    """A function that calls ``model`` compiled, for `call_instead`. The model is not changed.
+def class_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """``Module._call_impl`` of the module's class, whatever `set_call` has set."""
+    return type(module)._call_impl(module, *args, **kwargs)  # type: ignore[no-untyped-call]
 
-    ``model.compile()`` does not do: Dynamo skips the forward of torch.nn's own classes (a bare nn.Sequential), and
-    silently compiles nothing. It inlines a forward that a function outside of torch calls. (``Module._call_impl``, 2.11
-    to 2.15.)
 
-    Dynamo keeps compiled graphs and their number by code object, and the sizes that it has seen by the file, line and
-    name of one (``pgo.CodeId``). Each model gets a code object and a name of its own; otherwise the second model's
-    sizes would be dynamic sizes of the first.
-    """
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return model._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
-
-    return _compiled(call, backend, lambda _: model, dynamic=dynamic, fullgraph=fullgraph)
+def object_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """``Module._call_impl``: the forward with its hooks, or what `set_call` has set (2.11 to 2.15)."""
+    return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
 
 
 _MOST_FORWARDS = 8  # of a class, whose graphs are kept: as many as Dynamo keeps of one function
 
 
-def _compiled(
-    call: Callable[..., Any], backend: Callable[..., Any], called: Callable[[Sequence[Any]], nn.Module], **options: Any
+def compiled_call(
+    call: Callable[..., Any], backend: Callable[..., Any], *, dynamic: bool | None = None, fullgraph: bool = False
 ) -> Callable[..., Any]:
-    """``call`` under torch.compile, once for each forward that the class of ``called(args)`` has had: Dynamo inlines
-    it and guards a forward that is set on the module, but not the class's own (2.11 to 2.15).
+    """``call(module, *args, **kwargs)``, `class_call` or `object_call`, under torch.compile, for modules of one class.
+
+    ``model.compile()`` does not do: Dynamo skips the forward of torch.nn's own classes (a bare nn.Sequential), and
+    silently compiles nothing. It inlines a forward that a function outside of torch calls.
+
+    Dynamo keeps compiled graphs and their number by code object, and the sizes that it has seen by the file, line and
+    name of one (``pgo.CodeId``). Each result has a code object and a name of its own; otherwise the second model's
+    sizes would be dynamic sizes of the first. It has one for each forward that the class has had: Dynamo inlines it and
+    guards a forward that is set on the module, but not the class's own (2.11 to 2.15).
 
     Dynamo wraps what a backend or a callback of `before_compiling` raises; an error that the backend's own package
     defines comes through as it is. (``BackendCompilerFailed.inner_exception``, and the context of an
@@ -520,7 +509,7 @@ def _compiled(
     def compile_anew() -> Callable[..., Any]:
         code = call.__code__.replace(co_name=f"call_{next(_NUMBERS)}")
         copied = types.FunctionType(code, call.__globals__, code.co_name, call.__defaults__, call.__closure__)
-        return torch.compile(copied, backend=backend, **options)
+        return torch.compile(copied, backend=backend, dynamic=dynamic, fullgraph=fullgraph)
 
     own = backend.__module__.partition(".")[0]
     compiled, forward = compile_anew(), None
@@ -538,11 +527,11 @@ def _compiled(
             by_forward[id(now)] = now, compile_anew() if by_forward else compiled
         forward, compiled = by_forward[id(now)]
 
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():  # the caller's torch.compile around the model goes through
-            choose(type(called(args)))
+            choose(type(module))
         try:
-            return compiled(*args, **kwargs)
+            return compiled(module, *args, **kwargs)
         except (BackendCompilerFailed, InternalTorchDynamoError) as failed:
             error = failed.inner_exception if isinstance(failed, BackendCompilerFailed) else failed.__context__
             if error is not None and type(error).__module__.partition(".")[0] == own:
@@ -553,21 +542,6 @@ def _compiled(
 
 
 BLOCK = "zc compiles this block on its own"  # why Dynamo leaves it out of the graph around it
-
-
-def compiled_block_call(backend: Callable[..., Any], *, dynamic: bool | None = None) -> Callable[..., Any]:
-    """A function ``compiled(module, *args, **kwargs)`` that calls any module of one kind compiled. Like `compiled_call`
-    it has a code object and a name of its own."""
-
-    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return type(module)._call_impl(module, *args, **kwargs)  # type: ignore[no-untyped-call]
-
-    return _compiled(call, backend, lambda args: args[0], dynamic=dynamic)
-
-
-def class_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """``Module._call_impl`` of the module's class, whatever `set_call` has set."""
-    return type(module)._call_impl(module, *args, **kwargs)  # type: ignore[no-untyped-call]
 
 
 def set_call(module: nn.Module, call: Callable[..., Any]) -> None:
@@ -593,17 +567,6 @@ def registered_in(model: nn.Module) -> list[dict[str, Any]]:
     ScriptModule are no dicts, and left out.)"""
     dicts = (part for module in model.modules() for part in (module._modules, module._parameters))
     return [part for part in dicts if part and isinstance(part, dict)]
-
-
-def call_after(before: Callable[[], None], call: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that calls ``before``, which is not compiled, and then ``call``."""
-    ahead = torch.compiler.disable(before)  # type: ignore[no-untyped-call]
-
-    def start(*args: Any, **kwargs: Any) -> Any:
-        ahead()
-        return call(*args, **kwargs)
-
-    return start
 
 
 @functools.cache
@@ -675,12 +638,6 @@ def caller_of_state_dict() -> str:
     return "" if caller is None else str(caller.f_globals.get("__name__", ""))
 
 
-def plain_call(model: nn.Module) -> Callable[..., Any]:
-    """``Module._call_impl``: the forward with its hooks (2.11 to 2.15)."""
-    call: Callable[..., Any] = model._call_impl
-    return call
-
-
 def call_instead(model: nn.Module, call: Callable[..., Any] | None) -> None:
     """``model(...)`` is ``call(...)`` from now on; class, state_dict's keys and ``model.forward`` stay. None restores
     the model's own call. Copies and pickles of the module have their own. (``Module._compiled_call_impl``,
@@ -725,8 +682,6 @@ def guard_identity(gm: fx.GraphModule, names: Sequence[str | None]) -> None:
     """
     from torch._dynamo.guards import GuardBuilder
     from torch._dynamo.source import LocalSource, UnspecializedNNModuleSource
-    from torch._guards import TracingContext
-
     _print_no_elements()
     guards = TracingContext.get().guards_context.dynamo_guards
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
@@ -765,8 +720,6 @@ def guard_requires_grad(gm: fx.GraphModule) -> None:
     """
     from torch._dynamo.guards import GuardBuilder
     from torch._dynamo.source import AttrSource
-    from torch._guards import TracingContext
-
     if torch.__version__ >= "2.12":
         return
     guards = TracingContext.get().guards_context.dynamo_guards
@@ -786,8 +739,6 @@ def guard_absent_hooks() -> None:
     (2.11 to 2.15), as `guard_identity` does.
     """
     from torch._dynamo.guards import GuardBuilder
-    from torch._guards import TracingContext
-
     guards = TracingContext.get().guards_context.dynamo_guards
     for guard in list(guards):
         source = guard.originating_source
@@ -864,8 +815,6 @@ def _swapped(old: fx.Node, new: Any, node: fx.Node) -> Any:
 
 def _value_anew(node: fx.Node) -> None:
     """``meta["val"]`` of an operation, from the values that it reads: it shares their storages where it is a view."""
-    from torch._guards import detect_fake_mode
-
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda used: used.meta["val"])
     mode = detect_fake_mode([used.meta["val"] for used in node.all_input_nodes])
     if mode is not None and isinstance(node.target, torch._ops.OpOverload):
@@ -916,8 +865,6 @@ def before_double_backward(call: Callable[[], None]) -> None:
 def forward_metadata() -> Any:
     """AOTAutograd's metadata of the forward that is compiled, or None. (``TracingContext.fw_metadata``, 2.11 to
     2.15.)"""
-    from torch._guards import TracingContext
-
     context = TracingContext.try_get()
     return context.fw_metadata if context is not None else None
 
@@ -925,8 +872,6 @@ def forward_metadata() -> Any:
 @contextlib.contextmanager
 def with_forward_metadata(metadata: Any) -> Iterator[None]:
     """Inside, `forward_metadata` is this: for a graph out of AOTAutograd's cache, which sets none."""
-    from torch._guards import TracingContext
-
     context = TracingContext.get()
     before, context.fw_metadata = context.fw_metadata, metadata
     try:
@@ -970,8 +915,6 @@ def apart_from_the_whole(donated: Sequence[int]) -> Iterator[None]:
     segment those positions mean other tensors, a parameter perhaps: they must never be left standing here. And it
     writes the strides of its outputs there (``output_strides``), which would be taken for the whole graph's; segments
     keep the strides that were traced."""
-    from torch._guards import TracingContext
-
     context = TracingContext.try_get()
     metadata: Any = context.fw_metadata if context is not None else None
     if metadata is None:
@@ -1226,7 +1169,6 @@ def dump_graph(gm: fx.GraphModule, value: Any) -> bytes:
 
 def load_graph(content: bytes) -> Any:
     """The value that `dump_graph` has dumped, with fake tensors of the current mode."""
-    from torch._guards import TracingContext
     from torch.fx._graph_pickler import GraphPickler
 
     fake_mode: Any = TracingContext.get().fake_mode

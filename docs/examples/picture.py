@@ -15,8 +15,7 @@ from torch import nn
 
 import zc
 from zc.registry import sharded
-from zc.report.html import STYLE, draw
-from zc.report.timeline import measured
+from zc.report.html import STYLE, draw, measured
 
 dist.init_process_group("gloo")
 torch.manual_seed(0)

@@ -29,7 +29,6 @@ from torch.optim import SGD
 
 import zc
 from zc import __main__
-from zc.checking import command
 from zc.checking.check import Progress, needs_of
 from zc.checking.loop import Loop, steps_of
 from zc.checking.reference import Reference
@@ -401,7 +400,7 @@ def _commands(rank: int, world_size: int, script: str) -> list[tuple[int, str]]:
         printed = io.StringIO()
         arguments = [f"{script}:{name}", "--ranks", "1", "--updates", "1", "--backend", "eager"]
         with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
-            status = command.run([*arguments, "--json", script.replace(".py", f"-{name}.json")])
+            status = __main__.run_check([*arguments, "--json", script.replace(".py", f"-{name}.json")])
         said.append((status, printed.getvalue()))
     return said
 
@@ -427,7 +426,7 @@ def test_an_unknown_command_is_an_error(monkeypatch: pytest.MonkeyPatch, capsys:
 def test_a_report_without_a_folder_is_refused_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It ran to its end, and then raised FileNotFoundError."""
     with pytest.raises(SystemExit, match="2"):
-        command.run(["script.py:make", "--ranks", "1", "--json", str(tmp_path / "missing" / "report.json")])
+        __main__.run_check(["script.py:make", "--ranks", "1", "--json", str(tmp_path / "missing" / "report.json")])
     assert f"there is no folder {tmp_path / 'missing'}. Make it first" in capsys.readouterr().err
 
 

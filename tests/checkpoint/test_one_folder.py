@@ -23,7 +23,7 @@ import zc
 from zc import machine
 from zc.checkpoint import save_load
 from zc.checkpoint.files import Writer
-from zc.integrations.checkpoints import load_beside, save_beside
+from zc.integrations import load_beside, save_beside
 
 Said = list[tuple[str, str]]
 
@@ -201,7 +201,7 @@ def _beside(rank: int, world_size: int, folder: Path) -> tuple[str, str]:
     dist.barrier()
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
-            patch.setattr("zc.integrations.checkpoints.latest", lambda root: root / "0")
+            patch.setattr("zc.integrations.latest", lambda root: root / "0")
         said = message_of(lambda: load_beside(folder, "zc", model, optimizer))
     assert load_beside(folder, "zc", model, optimizer)
     zc.close(model)

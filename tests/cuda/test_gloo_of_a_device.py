@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from harness import run_ranks
 
-from zc.features import RANKS
+from zc.prepare import RANKS
 from zc.ranks.group import Group
 
 DEVICE = torch.device("cuda", 1)

@@ -24,12 +24,12 @@ from zc.engine.deposits import Deposits
 from zc.engine.operations import Operations
 from zc.engine.program import build
 from zc.engine.weights import gather_graph
-from zc.features import RANKS, ROUTES
 from zc.passes import insert_events, scheduling, verify
 from zc.passes.pipeline import pipeline
 from zc.planning.allocations import sent_between_hosts, shared
 from zc.planning.packing import ParamSpec, make_plan
 from zc.planning.plan import Plan, Topology
+from zc.prepare import RANKS, ROUTES
 from zc.ranks import exchanges, group
 from zc.ranks.group import Group
 from zc.ranks.levels import across

@@ -15,7 +15,7 @@ from torch import nn
 import zc
 from zc import torch_private
 from zc.errors import PlanError
-from zc.features import RANKS
+from zc.prepare import RANKS
 from zc.ranks import neighbours
 from zc.ranks.group import Group
 

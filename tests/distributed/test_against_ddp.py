@@ -15,7 +15,7 @@ from oracle import worst
 from tiers import FULL, full_only
 from training_runs import Run, against_ddp, ddp_weights, sgd, zc_weights
 
-from zc.features import RANKS
+from zc.prepare import RANKS
 from zc.ranks.group import Group
 
 TOLERANCE = 2e-5

@@ -26,7 +26,7 @@ from training_runs import environment, message_of
 from two_optimizers import EPS, WideMuon
 
 import zc
-from zc.features import RANKS
+from zc.prepare import RANKS
 from zc.ranks.group import ranks_of
 from zc.registry import sharded
 

@@ -14,10 +14,10 @@ from torch import Tensor
 from zc.config import Config
 from zc.engine.buffers import Accumulators, Buffers
 from zc.engine.deposits import Deposits
-from zc.features import ROUTES
 from zc.passes.pipeline import pipeline
 from zc.planning.packing import ParamSpec, make_plan
 from zc.planning.plan import Level, flat
+from zc.prepare import ROUTES
 from zc.ranks.routes import Routes
 
 SHAPES = {"weight": (9, 7), "bias": (13,)}

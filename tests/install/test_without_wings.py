@@ -18,7 +18,7 @@ import pytest
 from tiers import full_only
 
 ROOT = Path(__file__).resolve().parents[2]
-TOGETHER = ("zc/__init__.py", "zc/api.py", "zc/config.py", "zc/features.py", "zc/prepare.py", "passes/pipeline.py")
+TOGETHER = ("zc/__init__.py", "zc/api.py", "zc/config.py", "zc/prepare.py", "passes/pipeline.py")
 # Wings that nothing else needs, or a part of one. `tests/arrows.py` has the modules of the others.
 PARTS = {"disk": "zc.offload.disk"}
 NAMES = (

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from training_runs import message_of
 
 import zc
-from zc.integrations.checkpoints import shards_weights
+from zc.integrations import shards_weights
 from zc.integrations.lightning import ZcFabricStrategy, ZcStrategy
 from zc.registry import COMPILED, sharded
 

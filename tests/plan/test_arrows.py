@@ -21,7 +21,7 @@ PLANTED = [  # file, what is written at its end, what is said
     ("zc/engine/ops.py", "def late():\n    from zc.compiler import backend", "engine -> zc.compiler.backend"),
     ("zc/optim/model.py", "import zc.checkpoint.files", "optim -> zc.checkpoint.files"),
     ("zc/checkpoint/files.py", "from zc.api import compile", "checkpoint -> zc.api"),
-    ("zc/api.py", "from zc.integrations import checkpoints", "root -> zc.integrations.checkpoints"),
+    ("zc/api.py", "from zc.integrations import seam", "root -> zc.integrations"),
     ("zc/planning/layout.py", "from zc.planning.plan import Plan", "zc.planning.layout -> zc.planning.plan"),
     ("zc/engine/buffers.py", "from zc.planning.wire import Rows", "the core imports zc.planning.wire of wire, a wing"),
     ("zc/engine/core.py", "def late():\n    import zc.ranks.watch", "the core imports zc.ranks.watch of watch, a wing"),

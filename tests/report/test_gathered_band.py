@@ -21,8 +21,7 @@ from zc.planning.packing import ParamSpec, make_plan
 from zc.planning.plan import Plan, flat
 from zc.planning.residency import Uses, plan_residency
 from zc.registry import sharded
-from zc.report.html import STYLE, draw
-from zc.report.timeline import Timeline, measured
+from zc.report.html import STYLE, Timeline, draw, measured
 from zc.schedule.nodes import op_of, steps, stream_of
 from zc.schedule.spec import FreeWeights, Gather, ReadWeights, Sync
 from zc.weights.weight_uses import PREFIX, weights_graph

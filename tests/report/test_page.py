@@ -20,8 +20,7 @@ import zc
 from zc.engine.ledger import Clock
 from zc.registry import sharded
 from zc.report.explain import text_of_sources
-from zc.report.html import _cards
-from zc.report.timeline import LOOP, Timeline, measured, module_of
+from zc.report.html import LOOP, Timeline, _cards, measured, module_of
 
 BROWSER = next(
     (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None

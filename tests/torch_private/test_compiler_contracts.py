@@ -26,7 +26,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from zc import torch_private
 from zc.compiler import backend as backends
-from zc.compiler.segments import interpret
+from zc.compiler.graphs import interpret
 
 pytestmark = pytest.mark.check
 
@@ -40,6 +40,10 @@ class Net(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.linear(self.table(tokens)).sigmoid().exp()
+
+
+def compiled(model: nn.Module, backend: Any) -> Any:
+    return functools.partial(torch_private.compiled_call(torch_private.object_call, backend), model)
 
 
 class Traced:
@@ -66,7 +70,7 @@ class Traced:
             torch_private.guard_identity(gm, names)
             return torch_private.compile_graph(gm, inputs, self.inner)
 
-        torch_private.call_instead(model, torch_private.compiled_call(model, backend))
+        torch_private.call_instead(model, compiled(model, backend))
         model(torch.tensor([1, 2])).sum().backward()
         return model
 
@@ -97,7 +101,7 @@ def traced() -> Iterator[Traced]:
     torch.compiler.reset()  # type: ignore[no-untyped-call]
 
 
-@contract("compiled_block_call class_call set_call places_of_params", "Module._call_impl of the object; _parameters")
+@contract("class_call set_call places_of_params", "Module._call_impl of the object; _parameters")
 def test_a_block_is_left_out_of_the_graph_around_it_and_one_graph_serves_all_blocks() -> None:
     graphs: list[int] = []
 
@@ -111,9 +115,9 @@ def test_a_block_is_left_out_of_the_graph_around_it_and_one_graph_serves_all_blo
     torch._dynamo.reset()
     blocks = [nn.Sequential(nn.Linear(2, 2), nn.ReLU()) for _ in range(2)]
     plain, x = copy.deepcopy(blocks), torch.ones(1, 2, requires_grad=True)
-    compiled = torch_private.compiled_block_call(backend)
+    compiled_block = torch_private.compiled_call(torch_private.class_call, backend)
     for block in blocks:
-        call = torch.compiler.disable(functools.partial(compiled, block), reason=torch_private.BLOCK)
+        call = torch.compiler.disable(functools.partial(compiled_block, block), reason=torch_private.BLOCK)
         torch_private.set_call(block, call)
     before = torch_private.graph_breaks()
     got = torch.compile(around, backend=backend)(x)
@@ -142,7 +146,7 @@ def test_a_replaced_child_or_parameter_shows_in_the_dicts_of_before() -> None:
     assert children["0"] is child
 
 
-@contract("compiled_call call_after plain_call call_instead", "Module._compiled_call_impl or _call_impl")
+@contract("compiled_call object_call call_instead", "Module._compiled_call_impl or _call_impl")
 def test_a_module_calls_what_was_compiled(traced: Traced) -> None:
     model, seen = Net(), []
     wanted, keys = model(torch.tensor([3])), list(model.state_dict())
@@ -151,24 +155,23 @@ def test_a_module_calls_what_was_compiled(traced: Traced) -> None:
         seen.append(gm)
         return gm.forward
 
-    call = torch_private.compiled_call(model, backend)
-    call = torch_private.call_after(lambda: seen.append("before"), call)
+    call = compiled(model, backend)
     assert torch.equal(model(torch.tensor([3])), wanted) and not seen
     torch_private.call_instead(model, call)
-    assert torch.equal(model(torch.tensor([3])), wanted) and seen[0] == "before" and len(seen) == 2
+    assert torch.equal(model(torch.tensor([3])), wanted) and len(seen) == 1
     assert type(model) is Net and list(model.state_dict()) == keys and "forward" not in vars(model)
     model.eval()
     assert pickle.loads(pickle.dumps(model))._compiled_call_impl is None
     assert copy.deepcopy(model)._compiled_call_impl is None
-    torch_private.call_instead(model, torch_private.call_after(lambda: seen.clear(), torch_private.plain_call(model)))
-    assert torch.equal(model(torch.tensor([3])), wanted) and not seen
+    torch_private.call_instead(model, functools.partial(torch_private.object_call, model))
+    assert torch.equal(model(torch.tensor([3])), wanted) and len(seen) == 1
     torch_private.call_instead(model, None)
     assert model._compiled_call_impl is None
 
 
-@contract("compiled_call compiled_block_call", "type(module).forward, which Dynamo does not guard")
-@pytest.mark.parametrize("is_block", [False, True])
-def test_a_forward_that_replaces_the_class_s_own_is_called(is_block: bool) -> None:
+@contract("compiled_call", "type(module).forward, which Dynamo does not guard")
+@pytest.mark.parametrize("call", [torch_private.class_call, torch_private.object_call])
+def test_a_forward_that_replaces_the_class_s_own_is_called(call: Any) -> None:
     class Doubling(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x * 2
@@ -180,18 +183,17 @@ def test_a_forward_that_replaces_the_class_s_own_is_called(is_block: bool) -> No
         return gm.forward
 
     model, x = type("Child", (Doubling,), {})(), torch.ones(2)
-    compiled = torch_private.compiled_block_call(backend) if is_block else torch_private.compiled_call(model, backend)
-    arguments = (model, x) if is_block else (x,)
+    compiled = torch_private.compiled_call(call, backend)
     plain = Doubling.forward
     for _ in range(2):
-        assert torch.equal(compiled(*arguments), x * 2)
+        assert torch.equal(compiled(model, x), x * 2)
         Doubling.forward = lambda self, x: plain(self, x) * 3
-        assert torch.equal(compiled(*arguments), x * 6)
+        assert torch.equal(compiled(model, x), x * 6)
         Doubling.forward = plain
     assert len(graphs) == 3, "one of the class's own forward, which came back, and one of each that replaced it"
     for factor in range(20):
         Doubling.forward = lambda self, x, factor=factor: x * factor
-        assert torch.equal(compiled(*arguments), x * factor)
+        assert torch.equal(compiled(model, x), x * factor)
 
 
 @contract("guard_absent_hooks", "GuardBuilder.EMPTY_NN_MODULE_HOOKS_DICT or SEQUENCE_LENGTH")
@@ -201,16 +203,16 @@ def test_hooks_that_come_after_the_graph_run() -> None:
         return gm.forward
 
     model, x = nn.Sequential(nn.ReLU()), torch.ones(2)
-    compiled = torch_private.compiled_call(model, backend)
-    assert torch.equal(compiled(x), x)
+    run = compiled(model, backend)
+    assert torch.equal(run(x), x)
     of_all = nn.modules.module.register_module_forward_hook(lambda module, args, output: output * 2)
-    assert torch.equal(compiled(x), x * 4)
+    assert torch.equal(run(x), x * 4)
     of_all.remove()
-    assert torch.equal(compiled(x), x)
+    assert torch.equal(run(x), x)
     for k, module in enumerate((model, model[0])):
         module.register_forward_hook(lambda module, args, output: output * 3)
         module.register_forward_pre_hook(lambda module, args: (args[0] * 5,))
-        assert torch.equal(compiled(x), x * 15 ** (k + 1))
+        assert torch.equal(run(x), x * 15 ** (k + 1))
 
 
 @contract("guard_requires_grad", "GuardBuilder.CONSTANT_MATCH of a parameter's attribute (2.11)")
@@ -220,10 +222,10 @@ def test_a_parameter_that_is_thawed_gets_a_gradient() -> None:
         return torch._dynamo.lookup_backend("aot_eager")(gm, inputs)
 
     layer, x = nn.Linear(2, 2), torch.ones(1, 2, requires_grad=True)
-    compiled = torch_private.compiled_call(layer, backend)
+    run = compiled(layer, backend)
     for is_frozen in (True, True, False):
         layer.requires_grad_(not is_frozen)
-        compiled(x).sum().backward()
+        run(x).sum().backward()
         assert (layer.weight.grad is None) == is_frozen
 
 
@@ -351,7 +353,7 @@ class Refusal(RuntimeError):
     """Of the package that defines the backend: this file."""
 
 
-@contract("compiled_call compiled_block_call", "BackendCompilerFailed.inner_exception")
+@contract("compiled_call", "BackendCompilerFailed.inner_exception")
 @pytest.mark.parametrize(("error", "comes_as"), [(Refusal, Refusal), (KeyError, BackendCompilerFailed)])
 def test_a_backend_s_own_error_is_not_wrapped(error: type[Exception], comes_as: type[Exception]) -> None:
     def backend(gm: fx.GraphModule, inputs: list[Any]) -> Any:
@@ -359,9 +361,7 @@ def test_a_backend_s_own_error_is_not_wrapped(error: type[Exception], comes_as: 
 
     torch._dynamo.reset()
     with pytest.raises(comes_as, match="not this graph"):
-        torch_private.compiled_call(nn.Linear(2, 2), backend)(torch.ones(1, 2))
-    with pytest.raises(comes_as, match="not this graph"):
-        torch_private.compiled_block_call(backend)(nn.Linear(2, 2), torch.ones(1, 2))
+        compiled(nn.Linear(2, 2), backend)(torch.ones(1, 2))
 
 
 @contract("before_double_backward", "double_ctx of the function in which AOTAutograd runs a backward with create_graph")
@@ -458,7 +458,7 @@ def test_graphs_out_of_the_cache_go_through_the_hook_again() -> None:
         counters.clear()
         torch.manual_seed(0)
         model = Net()
-        torch_private.call_instead(model, torch_private.compiled_call(model, backend_of_run))
+        torch_private.call_instead(model, compiled(model, backend_of_run))
         model(torch.tensor([1, 2])).sum().backward()
         assert model.linear.weight.grad is not None
         grads.append(model.linear.weight.grad)

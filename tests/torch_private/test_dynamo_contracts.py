@@ -51,11 +51,11 @@ def test_a_callback_that_raises_ends_its_own_compilation_alone(place: str) -> No
             raise Refusal("not this one")
 
     torch._dynamo.reset()
-    run = torch_private.compiled_call(nn.Linear(2, 2), backend)
+    layer, run = nn.Linear(2, 2), torch_private.compiled_call(torch_private.object_call, backend)
     with torch_private.before_compiling(lambda: call("before"), lambda: call("after")):
         with pytest.raises(Refusal, match="not this one"):
-            run(torch.ones(1, 2))
-        run(torch.ones(1, 2))
+            run(layer, torch.ones(1, 2))
+        run(layer, torch.ones(1, 2))
     assert calls == ["before", "after"] * 2
     torch._dynamo.reset()  # refuses while a compilation is under way
 

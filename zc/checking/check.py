@@ -32,18 +32,16 @@ from zc.checking.differences import (
     rounding_of,
     worst_of,
 )
-from zc.checking.loop import Key, Loop, Moment, Step, Update, kept, steps_of
+from zc.checking.loop import KINDS, Finding, Key, Loop, Moment, Report, Step, Update, kept, steps_of
 from zc.checking.reference import First, Reference
-from zc.checking.report import KINDS, Finding, Report
 from zc.checking.values import Randomness, copied, digest, map_tensors, names_of, options_of, packed, unpacked
 from zc.checks import check_initialized, check_module, is_on_cpu, left_to_ranks
 from zc.config import OPTIONS, Config, check_count
 from zc.errors import CheckpointError, PlanError, ZcError, megabytes
-from zc.features import RANKS
 from zc.log import tell
 from zc.machine import available_nbytes, free_nbytes, ranks_on_this_host
 from zc.optim.assignment import given_in, parts_of
-from zc.prepare import fingerprint, resolve
+from zc.prepare import RANKS, fingerprint, resolve
 from zc.ranks.group import Group, ranks_of
 from zc.registry import COMPILED
 

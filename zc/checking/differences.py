@@ -18,9 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from zc.checking.loop import Key, Loop, Moment, norm
+from zc.checking.loop import KINDS, Finding, Key, Loop, Moment, Worst, norm
 from zc.checking.reference import First
-from zc.checking.report import KINDS, Finding, Worst
 from zc.config import Config
 
 # A sample has about the size of what it estimates. The largest distance in 400 programs of the fuzzer was 0.29 of what

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 
 from zc import torch_private
 from zc.checking.differences import Allowed, distance
-from zc.checking.loop import Key, Loop, Moment, norm
+from zc.checking.loop import Finding, Key, Loop, Moment, norm
 from zc.checking.reference import Grads, add_gradients, write_buffers
-from zc.checking.report import Finding
 from zc.checking.values import Randomness, digest, drawn, joined, map_tensors
 from zc.errors import PlanError, some
 from zc.optim.assignment import given_in

@@ -18,13 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from zc import torch_private
-from zc.checking.loop import Key, Loop, Moment, kept, norm
+from zc.checking.loop import Key, Loop, Moment, kept, norm, wide
 from zc.checking.values import Randomness, copied, map_tensors, names_of, options_by_name
 from zc.errors import PlanError
 from zc.optim.assignment import given_in, optimizers_in
 
 Grads = dict[str, Tensor]
-NARROW = (torch.bfloat16, torch.float16)
 
 
 @dataclass
@@ -77,13 +76,13 @@ class Reference:
         narrow = {
             name: dtype or param.dtype
             for name, param in self.masters.named_parameters()
-            if param.requires_grad and (dtype or param.dtype) != _wide(param.dtype)
+            if param.requires_grad and (dtype or param.dtype) != wide(param.dtype)
         }
         if not narrow:
             return self.masters
         twin, _ = copied(self.masters, self.optimizer)
         for name, param in self.masters.named_parameters():
-            param.data = param.data.to(_wide(param.dtype)) if name in narrow else param.data
+            param.data = param.data.to(wide(param.dtype)) if name in narrow else param.data
         for name, param in twin.named_parameters():
             param.data = param.data.to(narrow.get(name, param.dtype))
         return twin
@@ -227,7 +226,7 @@ def add_gradients(model: nn.Module, into: Grads) -> None:
         if param.grad is not None and param.requires_grad:
             if param.grad.layout != torch.strided:
                 raise PlanError(f"the gradient of {name} is sparse, and zc reduces dense ones: make it dense")
-            grad = param.grad.detach().to(_wide(param.grad.dtype))
+            grad = param.grad.detach().to(wide(param.grad.dtype))
             into[name] = into[name] + grad if name in into else grad.clone()
         param.grad = None
 
@@ -237,10 +236,6 @@ def write_buffers(model: nn.Module, values: dict[str, Tensor]) -> None:
     for name, buffer in model.named_buffers():
         if name in values:
             buffer.copy_(values[name])
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype in NARROW else dtype
 
 
 def _mean(parts: list[Grads]) -> Grads:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import io
 import pickle
 import random
 import types
@@ -24,45 +25,39 @@ from zc.optim.trials import leaves
 
 def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
     """``value`` with each tensor in its dicts, lists and tuples changed. Other objects are kept as they are."""
-    return _map(value, Tensor, change)
-
-
-def _map(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
-    if isinstance(value, kind):
+    if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, Mapping):
-        items = {key: _map(item, kind, change) for key, item in value.items()}
+        items = {key: map_tensors(item, change) for key, item in value.items()}
         return items if type(value) is dict else type(value)(items)  # type: ignore[call-arg]
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_map(item, kind, change) for item in value))
+        return type(value)(*(map_tensors(item, change) for item in value))
     if isinstance(value, (list, tuple)):
-        return type(value)(_map(item, kind, change) for item in value)
+        return type(value)(map_tensors(item, change) for item in value)
     return value
-
-
-class _Sent:
-    """A tensor of a device, on its way to a rank that has another one."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor.detach().cpu()
 
 
 def packed(batches: Sequence[Any]) -> bytes:
     """For another rank. Raises PlanError for what can't be sent."""
-    portable = [map_tensors(batch, lambda t: t if t.device.type == "cpu" else _Sent(t)) for batch in batches]
+    file = io.BytesIO()
     try:
-        return pickle.dumps(portable)
+        torch.save([map_tensors(batch, torch.clone) for batch in batches], file)  # a slice without the rest of its data
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise PlanError(
             f"zc.check sends batches to all ranks, and these can't be pickled ({error}): give it dicts, lists and "
             "tuples of tensors and numbers"
         ) from error
+    return file.getvalue()
 
 
 def unpacked(data: bytes, device: torch.device) -> list[Any]:
     """What another rank has `packed`, its device tensors on ``device``."""
-    batches: list[Any] = pickle.loads(data)
-    return [_map(batch, _Sent, lambda sent: sent.tensor.to(device)) for batch in batches]
+
+    def place(storage: Any, location: str) -> Any:
+        return storage if location == "cpu" else storage.to(device=device)
+
+    batches: list[Any] = torch.load(io.BytesIO(data), map_location=place, weights_only=False)
+    return batches
 
 
 def digest(value: Any) -> str:

@@ -32,8 +32,7 @@ from zc.checkpoint.target import Stored, check_tensor, refuse_other_model
 from zc.engine.memory_order import flattened
 from zc.errors import CheckpointError, some
 from zc.machine import write_synced
-from zc.registry import sharded
-from zc.whole import whole_values
+from zc.registry import sharded, whole_values
 
 if TYPE_CHECKING:
     from zc.optim.model import ShardedModel

@@ -26,9 +26,9 @@ from zc.compiler.graphs import (
     SavesAsEager,
     Traced,
     as_traced,
+    interpret,
     keep_from_writes,
 )
-from zc.compiler.segments import interpret
 from zc.engine import param_checks
 from zc.errors import ZcError
 from zc.log import log, tell

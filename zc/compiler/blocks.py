@@ -124,7 +124,7 @@ def compile_blocks(
     parameters, which are returned."""
     found = []
     for kind in kinds:
-        compiled = torch_private.compiled_block_call(make_backend(), dynamic=dynamic)
+        compiled = torch_private.compiled_call(torch_private.class_call, make_backend(), dynamic=dynamic)
         for name in kind.members:
             block = model.get_submodule(name)
             places = torch_private.places_of_params(block)

@@ -77,9 +77,6 @@ class SavedGraph(torch_private.output_code_class()):  # type: ignore[misc]
         with torch_private.with_forward_metadata(metadata), torch.no_grad():
             self.run = _hook.get()(traced._replace(kwargs={**graph_kwargs, **traced.kwargs}))
 
-    def set_triton_bundle(self, triton_bundle: Any) -> None:
-        """Inductor's own cache has the kernels of the segments."""
-
 
 @contextlib.contextmanager
 def cached(hook: Hook) -> Iterator[Hook]:

@@ -92,7 +92,7 @@ GatherWhole = Callable[["Plan", "Buffers", "Group", Sequence[int]], dict[int, Te
 
 class Features(NamedTuple):
     """What features decide in a model's engine, which imports none of them: `zc.compile` puts them together
-    (`zc.features`) and hands them over.
+    (`zc.prepare`) and hands them over.
 
     ``pipelines``: the passes. ``make_weights``: how weights reach those who read them. ``operations``: the functions
     of kinds of nodes that only some feature's schedules have. ``gather_whole``: None if no optimizer needs it.

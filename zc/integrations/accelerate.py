@@ -18,11 +18,9 @@ from torch.utils.hooks import RemovableHandle
 from zc.api import compile as zc_compile
 from zc.checkpoint.save_load import load_state_dict
 from zc.errors import CheckpointError, PlanError
-from zc.integrations import needed
-from zc.integrations.checkpoints import StatePointer, load_beside, save_beside, shards_weights
+from zc.integrations import StatePointer, load_beside, needed, save_beside, shards_weights
 from zc.optim.assignment import Container, given_in, like_container
-from zc.registry import sharded
-from zc.whole import full_state_dict
+from zc.registry import full_state_dict, sharded
 
 accelerate = needed("accelerate", "accelerate")
 constants = needed("accelerate.utils.constants", "accelerate")

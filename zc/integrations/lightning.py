@@ -19,14 +19,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zc import torch_private
-from zc.api import close, make_call, no_sync, recompile
+from zc.api import close, make_call, recompile
 from zc.api import compile as zc_compile
 from zc.checkpoint.stock_state import full_optimizer_state
 from zc.errors import PlanError
 from zc.guards import NotForDDP
-from zc.integrations import needed, seam
-from zc.integrations.checkpoints import load_masters, shards_weights, whole_weights
-from zc.registry import COMPILED, sharded
+from zc.integrations import load_masters, needed, seam, shards_weights, whole_weights
+from zc.registry import COMPILED, no_sync, sharded
 
 _Module: Any = needed("lightning", "lightning").LightningModule
 _FabricDDP: Any = needed("lightning.fabric.strategies", "lightning").DDPStrategy
@@ -156,7 +155,7 @@ class ZcFabricStrategy(_FabricDDP):
     def __init__(self, **options: Any) -> None:
         own, self._options = _split(options)
         super().__init__(**own)
-        self._backward_sync_control = _NoSync()
+        self._backward_sync_control = self
 
     def setup_module_and_optimizers(self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None) -> Any:
         zc_compile(module, list(optimizers), **self._options)
@@ -175,6 +174,10 @@ class ZcFabricStrategy(_FabricDDP):
             f"{type(optimizer).__name__} was given to Fabric without its model, and zc plans both together: "
             "model, optimizer = fabric.setup(model, optimizer)"
         )
+
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> contextlib.AbstractContextManager[None]:
+        """For ``fabric.no_backward_sync``, as its own ``_backward_sync_control``."""
+        return no_sync(module) if enabled else contextlib.nullcontext()
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
         return whole_weights(module)
@@ -210,13 +213,6 @@ def _store_groups(callback: Any, module: nn.Module, number: int, num_groups: int
     if any(param.requires_grad and planned.get(name) is not param for name, param in module.named_parameters()):
         recompile(module)
     getattr(type(callback), _STORE)(callback, module, number, num_groups, groups)
-
-
-class _NoSync:
-    """Implements ``fabric.no_backward_sync``."""
-
-    def no_backward_sync(self, module: nn.Module, enabled: bool) -> contextlib.AbstractContextManager[None]:
-        return no_sync(module) if enabled else contextlib.nullcontext()
 
 
 def _model_of(optimizer: Optimizer) -> nn.Module:

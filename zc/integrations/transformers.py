@@ -23,10 +23,8 @@ from torch import nn
 
 from zc.api import close
 from zc.errors import PlanError
-from zc.integrations import needed, seam
-from zc.integrations.checkpoints import load_beside, names_in_state, save_beside, shards_weights
-from zc.registry import COMPILED
-from zc.whole import full_state_dict
+from zc.integrations import load_beside, names_in_state, needed, save_beside, seam, shards_weights
+from zc.registry import COMPILED, full_state_dict
 
 _Trainer: Any = needed("transformers", "transformers").Trainer
 _prepare = needed("zc.integrations.accelerate", "transformers").prepare
@@ -123,7 +121,7 @@ class ZcMixin:
         save_beside(output_dir, "zc", trainer.model, trainer.optimizer.optimizer)
         trainer.optimizer.pointer.point_to("zc")
         super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
-        trainer.optimizer.pointer.stop()
+        trainer.optimizer.pointer.point_to(None)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         trainer: Any = self

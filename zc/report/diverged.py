@@ -19,6 +19,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -81,20 +82,17 @@ def install(runtime: Runtime) -> None:
     """Lets the model's journal write this rank's file."""
     journal = runtime.group.journal
     if journal is not None:
-        to_runtime, to_journal = weakref.ref(runtime), weakref.ref(journal)
-        journal.report = _once(to_runtime, to_journal)
+        journal.report = partial(_report, weakref.ref(runtime), weakref.ref(journal), [])
 
 
-def _once(to_runtime: weakref.ref[Runtime], to_journal: weakref.ref[Journal]) -> Callable[[BaseException], str | None]:
-    said: list[str] = []
-
-    def report(error: BaseException) -> str | None:
-        runtime, journal = to_runtime(), to_journal()
-        if not said and runtime is not None and journal is not None:
-            said.append(write(runtime, journal, error))
-        return said[0] if said else None
-
-    return report
+def _report(
+    to_runtime: weakref.ref[Runtime], to_journal: weakref.ref[Journal], said: list[str], error: BaseException
+) -> str | None:
+    """Writes the file once, and says the same ever after."""
+    runtime, journal = to_runtime(), to_journal()
+    if not said and runtime is not None and journal is not None:
+        said.append(write(runtime, journal, error))
+    return said[0] if said else None
 
 
 def folder_of(run: str, dump_dir: str | Path | None) -> Path:
@@ -367,12 +365,10 @@ def _way(call: Call | None) -> object:
 
 
 def _meets(call: Call | None) -> object:
-    """Equal for calls that other ranks can answer."""
-    return call and (call.model, "" if is_announcement(call) else call.what)
-
-
-def is_announcement(call: Call) -> bool:
-    return call.what in _ANNOUNCED or call.what.startswith("reduce buckets")
+    """Equal for calls that other ranks can answer: all announcements are."""
+    if call is None:
+        return None
+    return call.model, "" if call.what in _ANNOUNCED or call.what.startswith("reduce buckets") else call.what
 
 
 def _differ(lists: dict[int, list[Call]], key: Callable[[Call | None], object]) -> Difference | None:

@@ -23,8 +23,7 @@ from zc.optim.trials import num_kept
 from zc.planning.allocations import of_ddp
 from zc.planning.plan import Bucket, Plan, Way, hops_to_gather
 from zc.registry import persistent_nbytes, sharded
-from zc.report.html import BucketBar, page
-from zc.report.timeline import measured
+from zc.report.html import BucketBar, measured, page
 from zc.schedule.nodes import ops, text
 from zc.schedule.nodes import summary as counts_of
 from zc.schedule.spec import Deposit, WgradInto, Write

@@ -22,7 +22,6 @@ from torch import nn
 from zc.checks import check_plan, check_replicas, check_scripts, shardable, trainable
 from zc.config import OPTIONS, Config, check_count
 from zc.errors import PlanError, megabytes
-from zc.features import RANKS
 from zc.optim.trials import num_kept
 from zc.planning.allocations import copied, heaviest, of_ddp, resident, sent, sent_between_hosts
 from zc.planning.blocks import find_kinds
@@ -31,7 +30,7 @@ from zc.planning.packing import ParamSpec
 from zc.planning.plan import PLACEMENTS, Plan, Topology, flat, usable
 from zc.planning.residency import plan_residency
 from zc.planning.traits import TRAITS, counted_names, num_states
-from zc.prepare import plan_for
+from zc.prepare import RANKS, plan_for
 from zc.registry import COMPILED
 
 if TYPE_CHECKING:

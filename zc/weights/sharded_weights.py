@@ -14,6 +14,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -149,7 +150,7 @@ class ShardedWeights(Weights):
 
     def call_of(self, module: nn.Module, call: Callable[..., Any] | None) -> Callable[..., Any]:
         """Also a forward that is not compiled."""
-        return self._inside(call or torch_private.plain_call(module))
+        return self._inside(call or partial(torch_private.object_call, module))
 
     def forward(self) -> AbstractContextManager[None]:
         return self.passes.forward()
