@@ -10,13 +10,9 @@ from zc.engine.agreement import Agreement
 from zc.engine.announcements import Announcements
 from zc.engine.core import Features
 from zc.passes.pipeline import pipelines
-from zc.planning.plan import Plan, Way
+from zc.planning.plan import Plan
 from zc.ranks.control import Parts
-from zc.ranks.encoded import encoded
-from zc.ranks.levels import open_levels
-from zc.ranks.neighbours import by_memory, find_hosts
-from zc.ranks.replicas import between_replicas, split
-from zc.ranks.routes import MakeRoute
+from zc.ranks.neighbours import find_hosts
 from zc.ranks.watch import Watch
 
 if TYPE_CHECKING:
@@ -25,16 +21,8 @@ if TYPE_CHECKING:
 # one line for each feature: without it the rest works
 RANKS = Parts(
     find_hosts=find_hosts,
-    open_levels=open_levels,
-    split=split,
     watch_of=Watch.of_this_process,
 )
-ROUTES: dict[Way, MakeRoute] = {
-    Way.ENCODED: encoded,
-    Way.MEMORY: by_memory,
-    Way.SHARDS: by_memory,
-    Way.REPLICAS: between_replicas,
-}
 
 
 def features_of(plan: Plan, config: Config) -> Features:
@@ -46,6 +34,5 @@ def features_of(plan: Plan, config: Config) -> Features:
         make_weights,
         {**owners.OPERATIONS, **OPERATIONS},
         owners.gather_whole,
-        ROUTES,
         make_agreement=Announcements if plan.num_ranks > 1 else Agreement,
     )

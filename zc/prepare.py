@@ -138,7 +138,7 @@ def plan_of(
     if after is not None:
         return plan_for(config, specs, assignment.rules, after.topology, ranks.num_replicas, after.kinds, after=after)
     types = {param.device.type for param in params.values()}
-    topology = usable(ranks.shard.topology, config.reduce, types, has_levels=ranks.parts.open_levels is not None)
+    topology = usable(ranks.shard.topology, config.reduce, types)
     kinds = find_kinds(model) if config.compiles_blocks else ()
     frozen = shardable(model, params) if config.shards_frozen else {}
     return plan_for(config, specs, assignment.rules, topology, ranks.num_replicas, kinds, frozen)

@@ -24,7 +24,6 @@ from zc.engine.deposits import Deposits
 from zc.engine.operations import Operations
 from zc.engine.program import build
 from zc.engine.weights import gather_graph
-from zc.features import RANKS, ROUTES
 from zc.passes import insert_events, scheduling, verify
 from zc.passes.pipeline import pipeline
 from zc.planning.allocations import sent_between_hosts, shared
@@ -32,7 +31,6 @@ from zc.planning.packing import ParamSpec, make_plan
 from zc.planning.plan import Plan, Topology
 from zc.ranks import exchanges, group
 from zc.ranks.group import Group
-from zc.ranks.levels import across
 from zc.ranks.routes import Routes
 
 SHAPE = (1024, 256)
@@ -103,7 +101,7 @@ def group_of(number: int, ranks: Members, hosts: Topology) -> Group:
     """As `Group.open_data` leaves it where a backend other than gloo carries tensors."""
     group = object.__new__(Group)
     exchanges.Exchanges.__init__(group, number, len(ranks), None)
-    group.topology, group.data, group.parts = hosts, ranks, RANKS  # type: ignore[assignment]
+    group.topology, group.data = hosts, ranks  # type: ignore[assignment]
     group._shard = group.replicas = group.levels = group._neighbours = None
     group._by_memory, group._waits_on_stream = False, True
     group._new_data = lambda members: tuple(ranks[k] for k in members)
@@ -133,7 +131,7 @@ def run_threads(hosts: Topology, plan: Plan, grads: list[Tensor]) -> tuple[Wires
         buffers.flat_param[0].fill_(1.0)
         columns = group_of(row, replicas, Topology(len(replicas), 1)) if len(replicas) > 1 else None
         ranks = SimpleNamespace(shard=group, replicas=columns, rank=rank)
-        accs = Accumulators(buffers, ranks, Routes(plan, ranks, buffers.tables, ROUTES))  # type: ignore[arg-type]
+        accs = Accumulators(buffers, ranks, Routes(plan, ranks, buffers.tables))  # type: ignore[arg-type]
         deposits = Deposits(Inline(), pipeline(in_place=False), accs)  # type: ignore[arg-type]
         deposits.add(bucket, 0, grads[rank].to(bucket.param_dtype))
         deposits.flush(plan, 0, is_boundary=True, may_reduce=None)
@@ -199,7 +197,7 @@ def check_order(wires: Wires, hosts: Topology) -> None:
     """All ranks issue the same kernels in the same order, inside their host and between hosts, one after another."""
 
     def in_words(rank: int) -> list[tuple[str, str]]:
-        levels = {hosts.of_host(rank): "host", across(hosts, rank): "net"}
+        levels = {hosts.of_host(rank): "host", hosts.across(rank): "net"}
         return [(kind, levels[members]) for kind, members, _ in wires.order[rank]]
 
     expected = [("all_to_all", "host"), ("all_to_all", "net"), ("all_gather", "net"), ("all_gather", "host")]

@@ -19,7 +19,7 @@ from training_runs import Run, ddp_reference, environment, message_of, zc_weight
 import zc
 from zc.planning.layout import flat_layout
 from zc.ranks.journal import GATHER, REDUCE
-from zc.ranks.neighbours import Offers
+from zc.ranks.routes import Offers
 from zc.registry import sharded
 
 TOLERANCE = 2e-5  # of weights after six updates: the order of summation is the topology's, and DDP's another

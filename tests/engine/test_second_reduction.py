@@ -14,7 +14,6 @@ from torch import Tensor
 from zc.config import Config
 from zc.engine.buffers import Accumulators, Buffers
 from zc.engine.deposits import Deposits
-from zc.features import ROUTES
 from zc.passes.pipeline import pipeline
 from zc.planning.packing import ParamSpec, make_plan
 from zc.planning.plan import Level, flat
@@ -79,7 +78,7 @@ def test_every_replica_has_the_mean_in_one_order(
         )
         buffers = Buffers(plan, index)
         buffers.add(bucket)
-        accs = Accumulators(buffers, group, Routes(plan, group, buffers.tables, ROUTES))  # type: ignore[arg-type]
+        accs = Accumulators(buffers, group, Routes(plan, group, buffers.tables))  # type: ignore[arg-type]
         deposits = Deposits(Inline(), pipeline(in_place=False), accs)  # type: ignore[arg-type]
         for grads in updates[: 2 if stage == 2 else 1]:
             for slot, grad in enumerate(grads[rank]):

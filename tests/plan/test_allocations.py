@@ -21,8 +21,7 @@ from zc.planning.ownership import assign_owners
 from zc.planning.packing import ParamSpec, make_plan
 from zc.planning.plan import Into, Plan, Topology, Way, flat
 from zc.ranks.exchanges import Sum
-from zc.ranks.replicas import Replicas
-from zc.ranks.routes import Messages, Route
+from zc.ranks.routes import Messages, Replicas, Route
 
 pytestmark = pytest.mark.check
 

@@ -24,7 +24,7 @@ import torch
 from zc.ranks import neighbours
 from zc.ranks.group import Group
 from zc.ranks.journal import GATHER, REDUCE
-from zc.ranks.neighbours import Offers
+from zc.ranks.routes import Offers
 
 NUMEL = 6  # elements of a buffer: a part for each of 2 or 3 ranks
 TORN = -1  # what a buffer holds while it is written
@@ -77,7 +77,7 @@ Exchange = Callable[[Group, torch.Tensor, torch.Tensor], None]
 
 
 def reduce(group: Group, buffer: torch.Tensor, out: torch.Tensor) -> None:
-    """As `zc.ranks.neighbours.Memory.reduce`. ``out`` [ranks, n] <- this rank's part of all buffers."""
+    """As `zc.ranks.routes.Memory.reduce`. ``out`` [ranks, n] <- this rank's part of all buffers."""
     num_ranks = len(Offers(group).neighbours.ranks)
     start = group.rank * NUMEL // num_ranks
     offers = Offers(group)
@@ -90,7 +90,7 @@ def reduce(group: Group, buffer: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def gather(group: Group, buffer: torch.Tensor, out: torch.Tensor) -> None:
-    """As `zc.ranks.neighbours.Memory.gather`."""
+    """As `zc.ranks.routes.Memory.gather`."""
     offers = Offers(group)
 
     def take(places: Mapping[int, bytes]) -> None:

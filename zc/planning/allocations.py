@@ -9,11 +9,14 @@ from __future__ import annotations
 import enum
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from zc.planning.plan import NUM_HOST_SUMS, Bucket, Encoding, Into, Plan, encoded_rows
+from zc.planning.plan import NUM_HOST_SUMS, Bucket, Into, Plan, encoded_rows
+
+if TYPE_CHECKING:
+    from zc.planning.wire import Wire
 
 # In the order of reports; the optimizer's state is its own, and only estimates have it
 KINDS = (
@@ -287,7 +290,7 @@ def sent_between_hosts(plan: Plan, microbatches: int, ranks_per_host: int) -> di
     return {"gradients": num * reduced, "parameters": _gathered(plan, microbatches, trained, others)}
 
 
-def _encoded_between_hosts(plan: Plan, bucket: Bucket, encoding: Encoding, num_shards: int) -> int:
+def _encoded_between_hosts(plan: Plan, bucket: Bucket, encoding: Wire, num_shards: int) -> int:
     """Bytes of ``num_shards`` rows that leave a host: an average over shards, since rows differ in length."""
     return num_shards * sum(encoding.row_nbytes(bucket.layout)) // plan.world_size
 

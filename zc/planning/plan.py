@@ -23,11 +23,14 @@ import enum
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
 from zc.planning.layout import ALIGN_NBYTES, LEFT, FlatLayout, Slot, align_up
+
+if TYPE_CHECKING:
+    from zc.planning.wire import Wire
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,7 @@ class Topology:
 
     ``reads_memory``: ranks of one host read each other's memory instead of sending messages. If hosts are unknown or
     have different numbers of ranks, every rank counts as its own host. ``has_levels``: in a plan (`usable`), exchanges
-    have two levels: inside a host, and between ranks with the same number on all hosts (`zc.ranks.levels`).
+    have two levels: inside a host, and between ranks with the same number on all hosts.
     """
 
     num_hosts: int = 1
@@ -106,6 +109,10 @@ class Topology:
         """The other ranks of its host, ascending."""
         return tuple(r for r in self.of_host(rank) if r != rank)
 
+    def across(self, rank: int) -> tuple[int, ...]:
+        """The ranks with its number on each host, this one included, in the order of hosts."""
+        return tuple(range(rank % self.ranks_per_host, self.world_size, self.ranks_per_host))
+
     def __str__(self) -> str:
         hosts = f"{self.num_hosts} host{'s' * (self.num_hosts > 1)} of {self.ranks_per_host}"
         return f"{hosts}, which read each other's memory" if self.reads_memory else hosts
@@ -119,14 +126,14 @@ def flat(world_size: int) -> Topology:
     return Topology(world_size, 1)
 
 
-def usable(topology: Topology, reduce: str, device_types: set[str], *, has_levels: bool) -> Topology:
+def usable(topology: Topology, reduce: str, device_types: set[str]) -> Topology:
     """The topology that exchanges can use: only CPUs read memory, and levels are of several ranks each and need the
-    exact reduction. ``has_levels``: there is what opens them."""
+    exact reduction."""
     if device_types != {"cpu"}:
         topology = replace(topology, reads_memory=False)
     if topology.num_hosts == 1:
         return topology
-    if not has_levels or topology.ranks_per_host == 1 or reduce != "exact":
+    if topology.ranks_per_host == 1 or reduce != "exact":
         return flat(topology.world_size)
     return replace(topology, has_levels=True)
 
@@ -247,8 +254,8 @@ class Plan:
     frozen: tuple[Bucket, ...] = ()  # of parameters that do not train, by ascending number; always in shards
     weight_nbytes: int | None = None  # the most bytes of gathered weights at any time; None: `weight_cap`
     # of gradients, and of weights or their differences, where they leave a host; None: they travel as they are
-    reduce_encoding: Encoding | None = None
-    gather_encoding: Encoding | None = None
+    reduce_encoding: Wire | None = None
+    gather_encoding: Wire | None = None
 
     @cached_property
     def num_ranks(self) -> int:
@@ -380,24 +387,6 @@ class Plan:
         return "\n".join([f"stage {self.placement.stage}, W={self.world_size}, reduce={self.reduce}", *rows])
 
 
-class Encoding(Protocol):
-    """How elements that leave a host travel in fewer bits (`zc.planning.wire`): a row of bytes for each shard."""
-
-    @property
-    def block(self) -> int:
-        """Slots and shards begin at multiples of so many elements."""
-
-    @property
-    def bits(self) -> int:
-        """Of most elements."""
-
-    def row_nbytes(self, layout: FlatLayout) -> tuple[int, ...]:
-        """Bytes of each shard's row."""
-
-    def exact_numel(self, plan: Plan) -> int:
-        """Elements of parameters that travel as they are."""
-
-
 class Level(enum.Enum):
     """The ranks of one hop."""
 
@@ -408,8 +397,7 @@ class Level(enum.Enum):
 
 
 class Way(enum.Enum):
-    """How bytes travel in one hop. The routes have the same names: those of `zc.ranks.routes`, and those that
-    `zc.compile` hands over."""
+    """How bytes travel in one hop. The routes have the same names (`zc.ranks.routes`)."""
 
     ALONE = "alone"  # one rank sends nothing
     MESSAGES = "messages"
@@ -492,7 +480,7 @@ class Hop:
         return self.numel_sum(bucket) * bucket.acc_dtype.itemsize if is_narrow and not self.is_direct else 0
 
 
-def encoded_rows(plan: Plan, bucket: Bucket, encoding: Encoding | None) -> list[tuple[int, ...]]:
+def encoded_rows(plan: Plan, bucket: Bucket, encoding: Wire | None) -> list[tuple[int, ...]]:
     """Bytes of each shard's encoded row: of those shards together whose ranks exchange rows with each other."""
     assert encoding is not None, "the plan says that this travels encoded"
     count, nbytes = plan.topology.num_across, encoding.row_nbytes(bucket.layout)

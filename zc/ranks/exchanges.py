@@ -197,8 +197,8 @@ def copy_own_piece(received: Pieces, sent: Pieces, rank: int) -> None:
 
 
 class Levels(NamedTuple):
-    """A rank's exchanges in two levels (`zc.ranks.levels`): with the ranks of its host, and with those that have its
-    number on all hosts."""
+    """A rank's exchanges in two levels: with the ranks of its host, and with those that have its number on all
+    hosts."""
 
     host: Exchanges
     net: Exchanges
