@@ -30,10 +30,11 @@ from zc.machine import accelerator_type
 from zc.planning.plan import Plan, Topology, flat
 from zc.ranks import process
 from zc.ranks.exchanges import Call, Exchanges, Work, collective, messages
-from zc.ranks.journal import Journal, Watcher
+from zc.ranks.journal import Journal
 
 if TYPE_CHECKING:
     from zc.ranks.neighbours import Neighbours
+    from zc.ranks.watch import Watch
 
 _COMPILE = "zc.compile or zc.close"
 ErrorOf = Callable[[Exception | None, int, str], Exception]
@@ -70,7 +71,7 @@ class Parts(NamedTuple):
     step."""
 
     find_hosts: FindHosts | None = None
-    watch_of: Callable[[], Watcher] | None = None
+    watch_of: Callable[[], Watch] | None = None
 
 
 NO_PARTS = Parts()

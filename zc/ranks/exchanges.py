@@ -196,21 +196,6 @@ def copy_own_piece(received: Pieces, sent: Pieces, rank: int) -> None:
             piece.copy_(piece_for[rank])
 
 
-class Levels(NamedTuple):
-    """A rank's exchanges in two levels: with the ranks of its host, and with those that have its number on all
-    hosts."""
-
-    host: Exchanges
-    net: Exchanges
-
-    def all_gather(self, out: Tensor, shard: Tensor, kind: str, bucket: int) -> Work:
-        """As `Exchanges.all_gather`. Shards are in the order of a layout with as many hosts, and the host waits for the
-        first level."""
-        part = out.view(self.host.world_size, -1)[self.host.rank]
-        self.net.all_gather(part, shard, kind, bucket).wait()
-        return self.host.all_gather(out, part, kind, bucket)
-
-
 # Waits for at most so many seconds (None: without end). Returns whether it is done, and raises only its own errors: a
 # time limit that passes is no error, so a step that completes at that very moment is not mistaken for a failed one.
 Step = Callable[[float | None], bool]

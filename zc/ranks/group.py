@@ -25,7 +25,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -36,11 +36,19 @@ from zc import torch_private
 from zc.errors import PlanError
 from zc.planning.plan import Level, Topology, flat
 from zc.ranks.control import NO_PARTS, Control, Parts, backend_of, host_backend
-from zc.ranks.exchanges import Exchanges, Levels, Pieces, Work, collective, copy_own_piece
+from zc.ranks.exchanges import Exchanges, Pieces, Work, collective, copy_own_piece
 from zc.ranks.journal import EXCHANGES, LARGEST, SUM
 
 if TYPE_CHECKING:
     from zc.ranks.neighbours import Neighbours
+
+
+class Levels(NamedTuple):
+    """A rank's exchanges in two levels: with the ranks of its host, and with those that have its number on all
+    hosts."""
+
+    host: Exchanges
+    net: Exchanges
 
 
 class Group(Control):
@@ -153,7 +161,8 @@ class Group(Control):
     # --- exchanges by memory, or of a few numbers ---
 
     def all_gather(self, out: Tensor, shard: Tensor, kind: str, bucket: int) -> Work:
-        """As `Exchanges.all_gather`."""
+        """As `Exchanges.all_gather`. In two levels shards are in the order of a layout with as many hosts, and the host
+        waits for the first level."""
         if self._by_memory and self._neighbours is not None:
             entry, rows = self.begin(kind, bucket, self._others(out.nbytes)), out.view(self.world_size, -1)
             if rows[self.rank].data_ptr() != shard.data_ptr():
@@ -161,7 +170,9 @@ class Group(Control):
             received = dict(enumerate(rows))
             return self._work(entry, *self._neighbours.exchange(EXCHANGES.index(kind), bucket, received, shard))
         if self.levels is not None:
-            return self.levels.all_gather(out, shard, kind, bucket)
+            part = out.view(self.levels.host.world_size, -1)[self.levels.host.rank]
+            self.levels.net.all_gather(part, shard, kind, bucket).wait()
+            return self.levels.host.all_gather(out, part, kind, bucket)
         return super().all_gather(out, shard, kind, bucket)
 
     def exchange(self, received: Pieces, sent: Pieces, kind: str, bucket: int) -> Work:
