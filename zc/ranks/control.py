@@ -61,8 +61,8 @@ def patience(of_group: timedelta | None) -> float:
     return float(seconds) if seconds else (of_group or timedelta(minutes=10)).total_seconds()
 
 
-Gather = Callable[[Any], Sequence[Any]]  # every rank's object, by rank; all ranks call it
-FindHosts = Callable[[int, int, Gather, bool], "tuple[Topology, Neighbours | None, str | None]"]
+GatherObjects = Callable[[Any], Sequence[Any]]  # every rank's object, by rank; all ranks call it
+FindHosts = Callable[[int, int, GatherObjects, bool], "tuple[Topology, Neighbours | None, str | None]"]
 
 
 class Parts(NamedTuple):
@@ -339,7 +339,7 @@ class Control(Exchanges):
         """
         neighbours = self._all_on_this_host
         if neighbours is not None:
-            return self._work(text, *neighbours.gather_rows(rows, row))
+            return self._work(text, *neighbours.gather_bytes(rows, row))
         # lifetime: the work holds the tensors, and these the bytes
         sent, received = (
             torch.frombuffer(each, dtype=torch.uint8) for each in (bytearray(row * self.world_size), rows)

@@ -42,7 +42,7 @@ from torch import Tensor
 
 from zc.errors import RankLostError
 from zc.planning.plan import Topology, flat
-from zc.ranks.control import Gather
+from zc.ranks.control import GatherObjects
 from zc.ranks.exchanges import Step, note_wait
 from zc.ranks.journal import Journal
 from zc.ranks.process import machine_id
@@ -207,7 +207,7 @@ class Neighbours:
 
         return self.await_full(kind, index, places), read, answer, self.await_free(kind, index)
 
-    def gather_rows(self, rows: bytearray, row: bytes) -> tuple[Step, ...]:
+    def gather_bytes(self, rows: bytearray, row: bytes) -> tuple[Step, ...]:
         """``rows``, [ranks of the host * n] bytes <- every rank's ``row`` of n. The k-th call on one rank matches the
         k-th on the others."""
         self._num_rows += 1
@@ -481,7 +481,7 @@ class _Introduction(NamedTuple):
 
 
 def find_hosts(
-    rank: int, world_size: int, gather: Gather, reads_memory: bool = True
+    rank: int, world_size: int, gather: GatherObjects, reads_memory: bool = True
 ) -> tuple[Topology, Neighbours | None, str | None]:
     """The topology, this rank's neighbours, and the reason why ranks of one host send messages through sockets, if
     they do.
