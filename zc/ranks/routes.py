@@ -30,14 +30,17 @@ from torch import Tensor
 from zc.kernels import reduce_rows
 from zc.kernels.blocks import Blocks, add_blocks, encode_blocks, sum_blocks
 from zc.planning.plan import Bucket, Hop, Level, Plan, Way, hops_to_gather, reads_shards
-from zc.ranks.exchanges import Sum, Work
-from zc.ranks.journal import EXCHANGES, GATHER, GATHER_SUMS, REDUCE, Entry
+from zc.ranks.exchanges import Step, Sum, Work
+from zc.ranks.journal import EXCHANGES, GATHER, GATHER_SUMS, REDUCE
 
 if TYPE_CHECKING:
     from zc.planning.wire import Rows, Wire
     from zc.ranks.exchanges import Exchanges
     from zc.ranks.group import Group
     from zc.ranks.neighbours import ReadAll
+
+
+_GATHER = EXCHANGES.index(GATHER)
 
 
 class Route:
@@ -109,17 +112,35 @@ class Messages(Route):
         self.ranks.all_gather(whole, shard, GATHER, bucket.index).wait()
 
 
-class Offers:
-    """What the ranks of this host let each other read."""
+class Memory(Route):
+    """One copy where messages make three. In a gather this rank's shard lies in ``whole`` already."""
 
     def __init__(self, ranks: Group) -> None:
         self.ranks, self.neighbours = ranks, ranks.neighbours
 
+    def reduce(self, bucket: Bucket, sent: Tensor, total: Sum) -> None:
+        own = bucket.layout.net_range(self.neighbours.rank)
+
+        def add(places: Mapping[int, bytes]) -> None:
+            for rows, start, stop in self.neighbours.rows(sent, *own, places):
+                add_rows(total._replace(out=total.out[start:stop]), rows, bucket)
+
+        self.exchange(REDUCE, bucket.index, sent, add)
+
+    def gather(self, bucket: Bucket, whole: Tensor, shard: Tensor, scratch: Tensor | None, base: Tensor | None) -> None:
+        def read(places: Mapping[int, bytes]) -> None:
+            for peer, place in places.items():
+                self.neighbours.read(whole[slice(*bucket.layout.net_range(peer))], peer, place)
+
+        self.exchange(GATHER, bucket.index, shard, read)
+
     def exchange(self, kind: str, bucket: int, tensor: Tensor, read_all: ReadAll) -> None:
-        """Ranks of this host read each other's ``tensor``. At the end all have read, so each may write its own again
-        (docs/proof.md). Where Ctrl-C or a signal's handler raises on the calling thread, this is done first, since the
-        others wait for this rank; ``read_all`` may be called again."""
-        entry = self._begin(kind, bucket, tensor)
+        """Ranks of this host read each other's ``tensor``: a part each if it is reduced, all of it if it is gathered.
+        At the end all have read, so each may write its own again (docs/proof.md). Where Ctrl-C or a signal's handler
+        raises on the calling thread, this is done first, since the others wait for this rank; ``read_all`` may be
+        called again."""
+        count = len(self.neighbours.ranks)
+        entry = self.ranks.begin(kind, bucket, tensor.nbytes // (count if kind == REDUCE else 1) * (count - 1))
         steps = self.neighbours.offer(EXCHANGES.index(kind), bucket, tensor, read_all)
         work = Work(entry, *steps, journal=self.ranks.journal)
         try:
@@ -129,53 +150,6 @@ class Offers:
         except BaseException:
             work.wait()
             raise
-
-    def _begin(self, kind: str, bucket: int, tensor: Tensor) -> Entry:
-        """The others on this host read ``tensor``: a part each if it is reduced, all of it if it is gathered."""
-        count = len(self.neighbours.ranks)
-        read = tensor.nbytes // count if kind == REDUCE else tensor.nbytes
-        return self.ranks.begin(kind, bucket, read * (count - 1))
-
-    def signal_full(self, kind: str, bucket: int, tensor: Tensor) -> None:
-        """Lets the others on this host read ``tensor``."""
-        self._begin(kind, bucket, tensor)
-        self.neighbours.signal_full(EXCHANGES.index(kind), bucket, tensor)
-
-    def await_full(self, kind: str, bucket: int) -> dict[int, bytes]:
-        """Waits for all others' signals. Returns the addresses of their data, for `read` and `rows`."""
-        places: dict[int, bytes] = {}
-        step = self.neighbours.await_full(EXCHANGES.index(kind), bucket, places)
-        Work((kind, bucket), step, journal=self.ranks.journal).wait()
-        return places
-
-    def end(self, kind: str, bucket: int) -> None:
-        """Signals that this rank has read the others' data. Returns once all others have read this rank's."""
-        number = EXCHANGES.index(kind)
-        self.neighbours.signal_free(number, bucket)
-        Work((kind, bucket), self.neighbours.await_free(number, bucket), journal=self.ranks.journal).wait()
-
-
-class Memory(Route):
-    """One copy where messages make three. In a gather this rank's shard lies in ``whole`` already."""
-
-    def __init__(self, ranks: Group) -> None:
-        self._offers = Offers(ranks)
-
-    def reduce(self, bucket: Bucket, sent: Tensor, total: Sum) -> None:
-        own = bucket.layout.net_range(self._offers.neighbours.rank)
-
-        def add(places: Mapping[int, bytes]) -> None:
-            for rows, start, stop in self._offers.neighbours.rows(sent, *own, places):
-                add_rows(total._replace(out=total.out[start:stop]), rows, bucket)
-
-        self._offers.exchange(REDUCE, bucket.index, sent, add)
-
-    def gather(self, bucket: Bucket, whole: Tensor, shard: Tensor, scratch: Tensor | None, base: Tensor | None) -> None:
-        def read(places: Mapping[int, bytes]) -> None:
-            for peer, place in places.items():
-                self._offers.neighbours.read(whole[slice(*bucket.layout.net_range(peer))], peer, place)
-
-        self._offers.exchange(GATHER, bucket.index, shard, read)
 
 
 class Shards(Route):
@@ -192,7 +166,7 @@ class Shards(Route):
     the others have done theirs. The model of MPI's passive targets between two fences (MPI-2, 11.4.1). """
 
     def __init__(self, ranks: Group) -> None:
-        self._ranks, self._offers = ranks, Offers(ranks)
+        self._ranks, self._neighbours = ranks, ranks.neighbours
         self._open: set[int] = set()
         self._kept: set[int] = set()  # until all ranks have dropped the model
         # by bucket: where the other ranks' shards are. The stream of gathers uses it; the issuing thread does when it
@@ -202,12 +176,14 @@ class Shards(Route):
     def gather(self, bucket: Bucket, whole: Tensor, shard: Tensor, scratch: Tensor | None, base: Tensor | None) -> None:
         whole[slice(*bucket.layout.shard_range(self._ranks.rank))] = shard
         for peer, place in self._places_of(bucket.index).items():
-            self._offers.neighbours.read(whole[slice(*bucket.layout.shard_range(peer))], peer, place)
+            self._neighbours.read(whole[slice(*bucket.layout.shard_range(peer))], peer, place)
 
     def _places_of(self, index: int) -> dict[int, bytes]:
         """Waits until all ranks have opened this bucket."""
         if index not in self._places:
-            self._places[index] = self._offers.await_full(GATHER, index)
+            places: dict[int, bytes] = {}
+            self._wait(index, self._neighbours.await_full(_GATHER, index, places))
+            self._places[index] = places
         return self._places[index]
 
     def open(self, shards: Mapping[int, Tensor]) -> None:
@@ -216,7 +192,8 @@ class Shards(Route):
                 self._ranks.keep_alive(shard)
                 self._kept.add(index)
             if index not in self._open:
-                self._offers.signal_full(GATHER, index, shard)
+                self._ranks.begin(GATHER, index, shard.nbytes * len(self._neighbours.peers))
+                self._neighbours.signal_full(_GATHER, index, shard)
                 self._open.add(index)
 
     def close(self) -> None:
@@ -226,8 +203,12 @@ class Shards(Route):
         for index in buckets:
             self._places_of(index)  # also of ranks whose shards this one has not read
         self._places.clear()
-        self._offers.end(GATHER, buckets[0])
+        self._neighbours.signal_free(_GATHER, buckets[0])
+        self._wait(buckets[0], self._neighbours.await_free(_GATHER, buckets[0]))
         self._open.clear()
+
+    def _wait(self, index: int, step: Step) -> None:
+        Work((GATHER, index), step, journal=self._ranks.journal).wait()
 
 
 class _Code(NamedTuple):
