@@ -20,8 +20,7 @@ from zc.planning.layout import Rule
 from zc.planning.ownership import assign_owners
 from zc.planning.packing import ParamSpec, make_plan
 from zc.planning.plan import Into, Plan, Topology, Way, flat
-from zc.ranks.exchanges import Sum
-from zc.ranks.routes import Messages, Replicas, Route
+from zc.ranks.routes import Messages, Replicas, Route, Sum
 
 pytestmark = pytest.mark.check
 

@@ -28,14 +28,6 @@ from zc.ranks.journal import EXCHANGES, REDUCE, Entry, Journal
 Pieces = Sequence[tuple[int, Tensor]]
 
 
-class Sum(NamedTuple):
-    """Where a sum over ranks goes: ``out`` [n] <- scale * the sum, or with ``add`` out += that (`zc.ranks.routes`)."""
-
-    out: Tensor
-    scale: float = 1.0
-    add: bool = False
-
-
 class Exchanges:
     """The exchanges of rank number ``rank`` of ``world_size``. ``between`` names these ranks in counts of bytes."""
 

@@ -30,7 +30,7 @@ from torch import Tensor
 from zc.kernels import reduce_rows
 from zc.kernels.blocks import Blocks, add_blocks, encode_blocks, sum_blocks
 from zc.planning.plan import Bucket, Hop, Level, Plan, Way, hops_to_gather, reads_shards
-from zc.ranks.exchanges import Step, Sum, Work
+from zc.ranks.exchanges import Step, Work
 from zc.ranks.journal import EXCHANGES, GATHER, GATHER_SUMS, REDUCE
 
 if TYPE_CHECKING:
@@ -41,6 +41,14 @@ if TYPE_CHECKING:
 
 
 _GATHER = EXCHANGES.index(GATHER)
+
+
+class Sum(NamedTuple):
+    """Where a sum over ranks goes: ``out`` [n] <- scale * the sum, or with ``add`` out += that."""
+
+    out: Tensor
+    scale: float = 1.0
+    add: bool = False
 
 
 class Route:
