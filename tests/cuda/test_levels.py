@@ -162,7 +162,7 @@ SAMPLE = [(2, 2, 1), (2, 2, 2), (2, 8, 2), (4, 8, 2)]  # each rank makes and pro
 @pytest.mark.parametrize(("num_hosts", "per_host", "stage"), EVERY if FULL else SAMPLE)
 def test_what_leaves_a_host_and_in_which_order(num_hosts: int, per_host: int, stage: int) -> None:
     """(H - 1) / H of the model for the gradients and as much for the weights, whatever L is."""
-    hosts = Topology(num_hosts, per_host, has_levels=True)
+    hosts = Topology(num_hosts, per_host)
     torch.manual_seed(0)
     grads = [torch.randn(SHAPE) for _ in range(hosts.world_size)]
     plan = plan_of(hosts, stage, torch.float32)
@@ -211,7 +211,7 @@ def in_ring(plan: Plan) -> dict[str, int]:
 
 def test_bf16_gradients_are_summed_in_fp32_inside_a_host() -> None:
     """No buffer is larger than with one level: the sum of a host, in fp32, lies where the bf16 gradients were."""
-    hosts = Topology(2, 2, has_levels=True)
+    hosts = Topology(2, 2)
     torch.manual_seed(0)
     grads = [torch.randn(SHAPE).bfloat16().float() for _ in range(4)]
     plan, one_level = plan_of(hosts, 2, torch.bfloat16), plan_of(Topology(4, 1), 2, torch.bfloat16)
@@ -227,7 +227,7 @@ def test_bf16_gradients_are_summed_in_fp32_inside_a_host() -> None:
 @pytest.mark.parametrize("stage", [1, 2])
 def test_replicas_on_several_hosts_each(stage: int) -> None:
     """A mesh of (2, 4) on 4 hosts of 2: inside a host, between the hosts of a replica, between replicas."""
-    hosts = Topology(2, 2, has_levels=True)
+    hosts = Topology(2, 2)
     torch.manual_seed(0)
     grads = [torch.randn(SHAPE) for _ in range(8)]
     plan = plan_of(hosts, stage, torch.float32, num_replicas=2)

@@ -78,14 +78,17 @@ class Topology:
     """H = ``num_hosts`` hosts of L = ``ranks_per_host`` ranks each; rank r is number r % L on host r // L.
 
     ``reads_memory``: ranks of one host read each other's memory instead of sending messages. If hosts are unknown or
-    have different numbers of ranks, every rank counts as its own host. ``has_levels``: in a plan (`usable`), exchanges
-    have two levels: inside a host, and between ranks with the same number on all hosts.
+    have different numbers of ranks, every rank counts as its own host. A plan has a `usable` one.
     """
 
     num_hosts: int = 1
     ranks_per_host: int = 1
     reads_memory: bool = False
-    has_levels: bool = False
+
+    @cached_property
+    def has_levels(self) -> bool:
+        """Whether exchanges have two levels: inside a host, and between ranks with the same number on all hosts."""
+        return self.num_hosts > 1 and self.ranks_per_host > 1
 
     @cached_property
     def world_size(self) -> int:
@@ -131,11 +134,9 @@ def usable(topology: Topology, reduce: str, device_types: set[str]) -> Topology:
     exact reduction."""
     if device_types != {"cpu"}:
         topology = replace(topology, reads_memory=False)
-    if topology.num_hosts == 1:
+    if topology.num_hosts == 1 or (topology.has_levels and reduce == "exact"):
         return topology
-    if topology.ranks_per_host == 1 or reduce != "exact":
-        return flat(topology.world_size)
-    return replace(topology, has_levels=True)
+    return flat(topology.world_size)
 
 
 @dataclass(frozen=True)

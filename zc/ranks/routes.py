@@ -240,15 +240,16 @@ class Encoded(Route):
 
     def __init__(self, ranks: Exchanges, plan: Plan, rank: int, tables: list[Tensor]) -> None:
         self._ranks, self._plan, self._rank, self._tables = ranks, plan, rank, tables
-        self._codes: dict[tuple[str, int], _Code] = {}
+        self._codes: dict[tuple[Wire | None, int, bool], _Code] = {}
 
     def take(self, bucket: Bucket, sent: Tensor, scratch: Tensor) -> None:
-        code = self._sent(bucket)
+        code = self._code(self._plan.reduce_encoding, bucket)
         encode_blocks(sent, scratch[: code.rows.nbytes], code.blocks)
 
     def finish(self, bucket: Bucket, scratch: Tensor, total: Sum) -> None:
         """Sends each rank its row, and decodes those that the others send to this one."""
-        sent, received = self._sent(bucket), self._code("received", bucket, self._plan.reduce_encoding, is_own=True)
+        wire = self._plan.reduce_encoding
+        sent, received = self._code(wire, bucket), self._code(wire, bucket, is_own=True)
         count, size, end = self._ranks.world_size, received.rows.nbytes, sent.rows.nbytes
         rows = scratch[end : end + count * size].view(count, size)
         pieces = list(enumerate(sent.split(scratch)))
@@ -257,23 +258,23 @@ class Encoded(Route):
 
     def gather(self, bucket: Bucket, whole: Tensor, shard: Tensor, scratch: Tensor | None, base: Tensor | None) -> None:
         assert scratch is not None, "the plan says that these weights travel encoded"
-        code = self._code("differences", bucket, self._plan.gather_encoding)
-        own = self._code("own", bucket, self._plan.gather_encoding, is_own=True)
+        wire = self._plan.gather_encoding
+        code, own = self._code(wire, bucket), self._code(wire, bucket, is_own=True)
         rows = code.split(scratch)
         encode_blocks(shard, rows[self._ranks.rank], own.blocks, base=base)
         self._ranks.gather_rows(rows, GATHER, bucket.index).wait()
         add_blocks(scratch[: code.rows.nbytes], whole if base is not None else whole.zero_(), code.blocks)
 
-    def _sent(self, bucket: Bucket) -> _Code:
-        return self._code("sent", bucket, self._plan.reduce_encoding)
-
-    def _code(self, use: str, bucket: Bucket, wire: Wire | None, *, is_own: bool = False) -> _Code:
-        if (use, bucket.index) not in self._codes:
+    def _code(self, wire: Wire | None, bucket: Bucket, *, is_own: bool = False) -> _Code:
+        """Of a row for each rank; or of this rank's own, which it gets from each rank in a reduction, and gives to all
+        in a gather."""
+        key = wire, bucket.index, is_own
+        if key not in self._codes:
             assert wire is not None, "the plan says that this travels encoded"
             rank = self._rank
             rows = wire.own_row(bucket, rank) if is_own else wire.rows_between_hosts(self._plan, bucket, rank)
-            self._codes[use, bucket.index] = _Code(rows, Blocks(rows.runs, wire.bits, self._tables))
-        return self._codes[use, bucket.index]
+            self._codes[key] = _Code(rows, Blocks(rows.runs, wire.bits, self._tables))
+        return self._codes[key]
 
 
 @dataclass(frozen=True)
