@@ -31,7 +31,8 @@ ARROWS = {
 
 
 # What trains stages 1 and 2 is the core: these rooms, without the wings. A wing is one feature: a folder or
-# some modules. `zc.compile` hands it over, and the core imports its types at most. The root is neither: it puts them together.
+# some modules. `zc.compile` hands it over, and the core imports types of it alone. The root is neither: it
+# puts them together.
 CORE = ("planning", "schedule", "passes", "engine", "compiler", "ranks", "optim")
 WINGS = {
     "weights": "zc.weights zc.planning.residency zc.passes.window_weights "
