@@ -70,7 +70,7 @@ def test_a_wing_may_import_the_core(trees: dict[str, ast.Module]) -> None:
 
 
 def test_a_type_checker_may_see_what_is_not_loaded(trees: dict[str, ast.Module]) -> None:
-    line = "if TYPE_CHECKING:\n    from zc.optim.optimizer import ShardedOptimizer\n    from zc.ranks.watch import Watch"
+    line = "if TYPE_CHECKING:\n    from zc.optim.model import ShardedModel\n    from zc.ranks.watch import Watch"
     assert arrows.check(with_line(trees, "zc/engine/ops.py", line)) == []
 
 
