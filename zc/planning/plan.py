@@ -377,16 +377,6 @@ class Plan:
         partial = not self.placement.shards_gradients and self.offload is not None and self.offload.accumulates_on_host
         return bucket.numel if partial else bucket.layout.numel_shard
 
-    def __str__(self) -> str:
-        rows = [
-            f"bucket {b.index}: {len(b.slots)} parameters, P={b.numel} S={b.layout.numel_shard} "
-            f"padding={b.layout.numel_padding} {b.param_dtype}->{b.reduce_dtype}->{b.acc_dtype} {b.device}"
-            + (f" updated by ranks {', '.join(map(str, b.layout.runs))}" if b.layout.owners is not None else "")
-            + (" frozen" if b.is_frozen else "")
-            for b in self.with_weights
-        ]
-        return "\n".join([f"stage {self.placement.stage}, W={self.world_size}, reduce={self.reduce}", *rows])
-
 
 class Level(enum.Enum):
     """The ranks of one hop."""
