@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from zc.errors import CheckpointError
-from zc.machine import exchange, sync_folder, write_synced
-from zc.ranks.process import machine_id
+from zc.machine import exchange, machine_id, sync_folder, write_synced
 
 try:
     import fcntl

@@ -41,11 +41,11 @@ import torch
 from torch import Tensor
 
 from zc.errors import RankLostError
+from zc.machine import machine_id
 from zc.planning.plan import Topology, flat
 from zc.ranks.control import GatherObjects
 from zc.ranks.exchanges import Step, note_wait
 from zc.ranks.journal import Journal
-from zc.ranks.process import machine_id
 
 ReadAll = Callable[[Mapping[int, bytes]], None]  # reads the data of the other ranks, which lies there, by rank
 
