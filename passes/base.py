@@ -32,7 +32,7 @@ from torch import fx
 from zc.errors import PassError, ZcError
 
 if TYPE_CHECKING:
-    from zc.passes.verify import Part
+    from zc.passes.verify import ProofPart
     from zc.planning.plan import Plan
 
 
@@ -54,7 +54,7 @@ class Pipelines(NamedTuple):
     backward: tuple[Pass, ...]
     forward: tuple[Pass, ...]
     landing: Callable[[Plan, int], fx.Graph] | None = None
-    parts: tuple[Part, ...] = ()
+    parts: tuple[ProofPart, ...] = ()
 
 
 def copy_node(node: fx.Node, graph: fx.Graph, where: dict[fx.Node, fx.Node]) -> fx.Node:

@@ -21,10 +21,10 @@ from zc.passes import (
 from zc.passes import verify as proof
 from zc.passes.base import Pass, Pipelines
 from zc.passes.scheduling import scheduling
-from zc.passes.verify import Findings, Part, Verdict
+from zc.passes.verify import Findings, ProofPart, Verdict
 from zc.planning.plan import Plan
 
-PARTS: tuple[Part, ...] = (residency.check,)  # of the proof, beside those that all schedules need
+PARTS: tuple[ProofPart, ...] = (residency.check,)  # of the proof, beside those that all schedules need
 
 
 def verify(graph: fx.Graph, plan: Plan) -> Verdict:

@@ -21,7 +21,7 @@ from torch import fx
 
 from zc.passes import insert_events, verify
 from zc.passes.base import Pass, copy_graph
-from zc.passes.verify import Part
+from zc.passes.verify import ProofPart
 from zc.planning.plan import Plan
 from zc.schedule.buffer import COMM, COMM_HOST, COMPUTE
 from zc.schedule.nodes import ops
@@ -46,7 +46,7 @@ def _stream(op: Op, plan: Plan) -> str:
 PASS = Pass("place_on_streams", run, provides=frozenset({"streams"}))
 
 
-def scheduling(*first: Pass, prove: bool, prefix: str = "e", parts: Sequence[Part] = ()) -> tuple[Pass, ...]:
+def scheduling(*first: Pass, prove: bool, prefix: str = "e", parts: Sequence[ProofPart] = ()) -> tuple[Pass, ...]:
     """The passes ``first``, and those that make a schedule of their result. ``prove``: verify it; ``prefix``: of the
     names of its events, which are others where it runs piece by piece between schedules of its streams; ``parts``: of
     the proof, that features bring."""

@@ -45,7 +45,7 @@ from zc.schedule.buffer import COPY, HOST, MAIN, Access, Buffer, Place, carried_
 from zc.schedule.nodes import accesses, kind_of, maker, op_of, shared_buffers, steps, stream_of, summary, value
 from zc.schedule.spec import FreeWeights, Gather, ReadWeights, RecordEvent, Sync, TakeWeights, WaitEvent
 
-Part = Callable[["Order", Plan], list[str]]  # of the proof: the faults that it finds, as texts
+ProofPart = Callable[["Order", Plan], list[str]]  # of the proof: the faults that it finds, as texts
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Findings:
         return bool(self.races or self.redundant or self.faults)
 
 
-def verify(graph: fx.Graph, plan: Plan, parts: Sequence[Part] = ()) -> Verdict:
+def verify(graph: fx.Graph, plan: Plan, parts: Sequence[ProofPart] = ()) -> Verdict:
     """Proves a schedule. Raises RaceError naming both nodes, their streams and the buffer, or the wait that nothing
     needs, or the gradient that does not arrive once.
 
@@ -89,7 +89,7 @@ def verify(graph: fx.Graph, plan: Plan, parts: Sequence[Part] = ()) -> Verdict:
     return Verdict(**summary(graph))
 
 
-def examine(graph: fx.Graph, plan: Plan, parts: Sequence[Part] = ()) -> Findings:
+def examine(graph: fx.Graph, plan: Plan, parts: Sequence[ProofPart] = ()) -> Findings:
     """Everything that `verify` would refuse, without raising."""
     output = graph.output_node()
     order = Order([*steps(graph), output], shared_buffers(graph, plan))
@@ -198,7 +198,7 @@ def _excerpt(order: Order, first: fx.Node, second: fx.Node, limit: int = 12) -> 
     return "\n".join(lines)
 
 
-def run(graph: fx.Graph, plan: Plan, parts: Sequence[Part] = ()) -> fx.Graph:
+def run(graph: fx.Graph, plan: Plan, parts: Sequence[ProofPart] = ()) -> fx.Graph:
     verify(graph, plan, parts)
     return graph
 

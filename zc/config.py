@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from zc import torch_private
 from zc.errors import PlanError
-from zc.planning import wire
-from zc.planning.plan import OFFLOADS, PLACEMENTS, Encoding, Offload, Placement
+from zc.planning.plan import OFFLOADS, PLACEMENTS, Offload, Placement
+from zc.planning.wire import BITS, wire_of
+
+if TYPE_CHECKING:
+    from zc.planning.wire import Wire
 
 BACKENDS = ("inductor", "aot_eager", "eager")
 REDUCTIONS = ("exact", "native")
@@ -54,7 +57,7 @@ class Config:
         _one_of("reduce", self.reduce, REDUCTIONS)
         _one_of("param_dtype", self.param_dtype, (None, *DTYPES))
         _one_of("reduce_dtype", self.reduce_dtype, (None, *DTYPES, torch.int8))
-        _one_of("gather_dtype", self.gather_dtype, (None, *wire.BITS))
+        _one_of("gather_dtype", self.gather_dtype, (None, *BITS))
         _one_of("offload", self.offload, (None, "cpu", "disk"))
         _one_of("offload_accumulate", self.offload_accumulate, tuple(OFFLOADS))
         check_count("num_buffers", self.num_buffers)
@@ -162,14 +165,14 @@ class Config:
         return self.shard_frozen or self.placement.shards_weights
 
     @property
-    def reduce_encoding(self) -> Encoding | None:
+    def reduce_encoding(self) -> Wire | None:
         """How gradients travel where they leave a host; None: as they are."""
-        return wire.wire_of(self.reduce_dtype)
+        return wire_of(self.reduce_dtype)
 
     @property
-    def gather_encoding(self) -> Encoding | None:
+    def gather_encoding(self) -> Wire | None:
         """How weights travel there."""
-        return wire.wire_of(self.gather_dtype)
+        return wire_of(self.gather_dtype)
 
     @property
     def placement(self) -> Placement:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import socket
 from pathlib import Path
 
 import torch
@@ -129,3 +130,12 @@ def exchange(one: Path, other: Path) -> None:
     os.rename(other, aside)
     os.rename(one, other)
     os.rename(aside, one)
+
+
+def machine_id() -> str:
+    """Identifies this boot of this machine; its name where the kernel has no number of the boot. Processes of one
+    machine see each other's locks of files."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return socket.gethostname()

@@ -41,15 +41,11 @@ from zc.planning.blocks import find_kinds
 from zc.planning.layout import Rule, own_strides
 from zc.planning.ownership import assign_owners
 from zc.planning.packing import ParamSpec, make_plan, with_frozen
-from zc.planning.plan import BlockKind, Plan, Topology, Way, usable
+from zc.planning.plan import BlockKind, Plan, Topology, usable
 from zc.planning.traits import elementwise_names
-from zc.ranks import levels
 from zc.ranks.control import Parts
-from zc.ranks.encoded import encoded
 from zc.ranks.group import Group
-from zc.ranks.neighbours import by_memory, find_hosts
-from zc.ranks.replicas import between_replicas, split
-from zc.ranks.routes import MakeRoute
+from zc.ranks.neighbours import find_hosts
 from zc.ranks.watch import Watch
 from zc.registry import COMPILED
 
@@ -59,16 +55,8 @@ if TYPE_CHECKING:
 # one line for each feature: without it the rest works
 RANKS = Parts(
     find_hosts=find_hosts,
-    open_levels=levels.open_levels,
-    split=split,
     watch_of=Watch.of_this_process,
 )
-ROUTES: dict[Way, MakeRoute] = {
-    Way.ENCODED: encoded,
-    Way.MEMORY: by_memory,
-    Way.SHARDS: by_memory,
-    Way.REPLICAS: between_replicas,
-}
 
 
 @dataclass(frozen=True)
@@ -165,7 +153,7 @@ def plan_of(
     if after is not None:
         return plan_for(config, specs, assignment.rules, after.topology, ranks.num_replicas, after.kinds, after=after)
     types = {param.device.type for param in params.values()}
-    topology = usable(ranks.shard.topology, config.reduce, types, has_levels=ranks.parts.open_levels is not None)
+    topology = usable(ranks.shard.topology, config.reduce, types)
     kinds = find_kinds(model) if config.compiles_blocks else ()
     frozen = shardable(model, params) if config.shards_frozen else {}
     return plan_for(config, specs, assignment.rules, topology, ranks.num_replicas, kinds, frozen)
@@ -232,6 +220,5 @@ def features_of(plan: Plan, config: Config) -> Features:
         make_weights,
         {**owners.OPERATIONS, **OPERATIONS},
         owners.gather_whole,
-        ROUTES,
         make_agreement=Announcements if plan.num_ranks > 1 else Agreement,
     )

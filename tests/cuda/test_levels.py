@@ -29,10 +29,8 @@ from zc.passes.pipeline import pipeline
 from zc.planning.allocations import sent_between_hosts, shared
 from zc.planning.packing import ParamSpec, make_plan
 from zc.planning.plan import Plan, Topology
-from zc.prepare import RANKS, ROUTES
 from zc.ranks import exchanges, group
 from zc.ranks.group import Group
-from zc.ranks.levels import across
 from zc.ranks.routes import Routes
 
 SHAPE = (1024, 256)
@@ -103,7 +101,7 @@ def group_of(number: int, ranks: Members, hosts: Topology) -> Group:
     """As `Group.open_data` leaves it where a backend other than gloo carries tensors."""
     group = object.__new__(Group)
     exchanges.Exchanges.__init__(group, number, len(ranks), None)
-    group.topology, group.data, group.parts = hosts, ranks, RANKS  # type: ignore[assignment]
+    group.topology, group.data = hosts, ranks  # type: ignore[assignment]
     group._shard = group.replicas = group.levels = group._neighbours = None
     group._by_memory, group._waits_on_stream = False, True
     group._new_data = lambda members: tuple(ranks[k] for k in members)
@@ -133,7 +131,7 @@ def run_threads(hosts: Topology, plan: Plan, grads: list[Tensor]) -> tuple[Wires
         buffers.flat_param[0].fill_(1.0)
         columns = group_of(row, replicas, Topology(len(replicas), 1)) if len(replicas) > 1 else None
         ranks = SimpleNamespace(shard=group, replicas=columns, rank=rank)
-        accs = Accumulators(buffers, ranks, Routes(plan, ranks, buffers.tables, ROUTES))  # type: ignore[arg-type]
+        accs = Accumulators(buffers, ranks, Routes(plan, ranks, buffers.tables))  # type: ignore[arg-type]
         deposits = Deposits(Inline(), pipeline(in_place=False), accs)  # type: ignore[arg-type]
         deposits.add(bucket, 0, grads[rank].to(bucket.param_dtype))
         deposits.flush(plan, 0, is_boundary=True, may_reduce=None)
@@ -164,7 +162,7 @@ SAMPLE = [(2, 2, 1), (2, 2, 2), (2, 8, 2), (4, 8, 2)]  # each rank makes and pro
 @pytest.mark.parametrize(("num_hosts", "per_host", "stage"), EVERY if FULL else SAMPLE)
 def test_what_leaves_a_host_and_in_which_order(num_hosts: int, per_host: int, stage: int) -> None:
     """(H - 1) / H of the model for the gradients and as much for the weights, whatever L is."""
-    hosts = Topology(num_hosts, per_host, has_levels=True)
+    hosts = Topology(num_hosts, per_host)
     torch.manual_seed(0)
     grads = [torch.randn(SHAPE) for _ in range(hosts.world_size)]
     plan = plan_of(hosts, stage, torch.float32)
@@ -199,7 +197,7 @@ def check_order(wires: Wires, hosts: Topology) -> None:
     """All ranks issue the same kernels in the same order, inside their host and between hosts, one after another."""
 
     def in_words(rank: int) -> list[tuple[str, str]]:
-        levels = {hosts.of_host(rank): "host", across(hosts, rank): "net"}
+        levels = {hosts.of_host(rank): "host", hosts.across(rank): "net"}
         return [(kind, levels[members]) for kind, members, _ in wires.order[rank]]
 
     expected = [("all_to_all", "host"), ("all_to_all", "net"), ("all_gather", "net"), ("all_gather", "host")]
@@ -213,7 +211,7 @@ def in_ring(plan: Plan) -> dict[str, int]:
 
 def test_bf16_gradients_are_summed_in_fp32_inside_a_host() -> None:
     """No buffer is larger than with one level: the sum of a host, in fp32, lies where the bf16 gradients were."""
-    hosts = Topology(2, 2, has_levels=True)
+    hosts = Topology(2, 2)
     torch.manual_seed(0)
     grads = [torch.randn(SHAPE).bfloat16().float() for _ in range(4)]
     plan, one_level = plan_of(hosts, 2, torch.bfloat16), plan_of(Topology(4, 1), 2, torch.bfloat16)
@@ -229,7 +227,7 @@ def test_bf16_gradients_are_summed_in_fp32_inside_a_host() -> None:
 @pytest.mark.parametrize("stage", [1, 2])
 def test_replicas_on_several_hosts_each(stage: int) -> None:
     """A mesh of (2, 4) on 4 hosts of 2: inside a host, between the hosts of a replica, between replicas."""
-    hosts = Topology(2, 2, has_levels=True)
+    hosts = Topology(2, 2)
     torch.manual_seed(0)
     grads = [torch.randn(SHAPE) for _ in range(8)]
     plan = plan_of(hosts, stage, torch.float32, num_replicas=2)

@@ -19,7 +19,7 @@ from training_runs import Run, ddp_reference, environment, message_of, zc_weight
 import zc
 from zc.planning.layout import flat_layout
 from zc.ranks.journal import GATHER, REDUCE
-from zc.ranks.neighbours import Offers
+from zc.ranks.routes import Memory
 from zc.registry import sharded
 
 TOLERANCE = 2e-5  # of weights after six updates: the order of summation is the topology's, and DDP's another
@@ -231,7 +231,7 @@ def _in_other_orders(rank: int, world_size: int) -> Tensor:
         group.levels.host.all_gather(torch.empty(8), mine, GATHER, 0).wait()
 
     def reduce() -> None:
-        Offers(group).exchange(REDUCE, 0, mine, lambda places: None)
+        Memory(group).exchange(REDUCE, 0, mine, lambda places: None)
 
     for exchange in (gather, reduce) if rank < 2 else (reduce, gather):
         exchange()

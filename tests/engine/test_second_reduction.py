@@ -17,7 +17,6 @@ from zc.engine.deposits import Deposits
 from zc.passes.pipeline import pipeline
 from zc.planning.packing import ParamSpec, make_plan
 from zc.planning.plan import Level, flat
-from zc.prepare import ROUTES
 from zc.ranks.routes import Routes
 
 SHAPES = {"weight": (9, 7), "bias": (13,)}
@@ -79,7 +78,7 @@ def test_every_replica_has_the_mean_in_one_order(
         )
         buffers = Buffers(plan, index)
         buffers.add(bucket)
-        accs = Accumulators(buffers, group, Routes(plan, group, buffers.tables, ROUTES))  # type: ignore[arg-type]
+        accs = Accumulators(buffers, group, Routes(plan, group, buffers.tables))  # type: ignore[arg-type]
         deposits = Deposits(Inline(), pipeline(in_place=False), accs)  # type: ignore[arg-type]
         for grads in updates[: 2 if stage == 2 else 1]:
             for slot, grad in enumerate(grads[rank]):

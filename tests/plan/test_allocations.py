@@ -20,9 +20,7 @@ from zc.planning.layout import Rule
 from zc.planning.ownership import assign_owners
 from zc.planning.packing import ParamSpec, make_plan
 from zc.planning.plan import Into, Plan, Topology, Way, flat
-from zc.ranks.exchanges import Sum
-from zc.ranks.replicas import Replicas
-from zc.ranks.routes import Messages, Route
+from zc.ranks.routes import Messages, Replicas, Route, Sum
 
 pytestmark = pytest.mark.check
 
@@ -40,7 +38,7 @@ WAYS: dict[str, dict[str, Any]] = {
 def plans() -> dict[str, Plan]:
     found: dict[str, Plan] = {}
     places = {"one host": flat(WORLD), "a host with memory": Topology(1, 4, True)}
-    places["two hosts"] = Topology(2, 2, has_levels=True)
+    places["two hosts"] = Topology(2, 2)
     for way, stage, place, whole in itertools.product(WAYS, (1, 2, 3), places, (False, True)):
         config = Config(stage=stage, bucket_nbytes=1500, **WAYS[way])
         dtype = config.param_dtype or torch.float32
@@ -151,7 +149,7 @@ def test_what_a_route_makes_while_it_sums_is_planned(
     """A sum in fp32 that travels on in bf16, and the piece that a replica sums for all: no list of memory had them."""
     monkeypatch.setattr("zc.kernels._common.CHUNK", PIECE)
     specs = [ParamSpec("a", (256, 256), torch.float32, CPU)]
-    topology = flat(WORLD) if hosts == 1 else Topology(2, 2, has_levels=True)
+    topology = flat(WORLD) if hosts == 1 else Topology(2, 2)
     plan = make_plan(specs, Config(reduce_dtype=reduce_dtype), topology, rules=[Rule()], num_replicas=replicas)
     expected = nbytes_of(plan, 0).get("sum", 0)
     assert reduce_by_messages(plan) == expected

@@ -181,8 +181,8 @@ def test_the_stage_table() -> None:
         assert dataclasses.replace(inside, is_boundary=True) == plan_of(specs, stage=stage)
 
 
-def test_a_plan_is_frozen_hashable_and_printable() -> None:
-    """It is the key that passes and caches trust, and the text by which a user finds a parameter's bucket."""
+def test_a_plan_is_frozen_and_hashable() -> None:
+    """It is the key that passes and caches trust."""
     specs = [ParamSpec("w", (4, 4), F32, CPU), ParamSpec("v", (300,), F32, CPU)]
     plan = plan_of(specs)
     assert plan == plan_of(specs) and hash(plan) == hash(plan_of(specs)) and plan != plan_of(specs, world_size=3)
@@ -190,10 +190,6 @@ def test_a_plan_is_frozen_hashable_and_printable() -> None:
         plan.buckets = ()  # type: ignore[misc]
     with pytest.raises(dataclasses.FrozenInstanceError):
         plan.buckets[0].index = 3  # type: ignore[misc]
-    text = str(plan)
-    assert "stage 2" in text and "W=2" in text
-    for bucket in plan.buckets:
-        assert f"bucket {bucket.index}: {len(bucket.slots)} parameters, P={bucket.numel}" in text
 
 
 def printed_plans(rank: int, world_size: int) -> tuple[int, list[str]]:
@@ -204,7 +200,7 @@ def printed_plans(rank: int, world_size: int) -> tuple[int, list[str]]:
     for rule in (Rule(), Rule(whole=True)):
         owners = assign_owners(specs, [rule], 3)
         plan = make_plan(specs, Config(bucket_nbytes=300), flat(3), rules=[rule], owners=owners)
-        texts += [repr(plan), str(plan)]
+        texts += [repr(plan)]
     return hash("layer0.weight"), texts
 
 

@@ -24,7 +24,7 @@ import torch
 from zc.ranks import neighbours
 from zc.ranks.group import Group
 from zc.ranks.journal import GATHER, REDUCE
-from zc.ranks.neighbours import Offers
+from zc.ranks.routes import Memory
 
 NUMEL = 6  # elements of a buffer: a part for each of 2 or 3 ranks
 TORN = -1  # what a buffer holds while it is written
@@ -77,27 +77,26 @@ Exchange = Callable[[Group, torch.Tensor, torch.Tensor], None]
 
 
 def reduce(group: Group, buffer: torch.Tensor, out: torch.Tensor) -> None:
-    """As `zc.ranks.neighbours.Memory.reduce`. ``out`` [ranks, n] <- this rank's part of all buffers."""
-    num_ranks = len(Offers(group).neighbours.ranks)
+    """As `zc.ranks.routes.Memory.reduce`. ``out`` [ranks, n] <- this rank's part of all buffers."""
+    route, num_ranks = Memory(group), len(group.neighbours.ranks)
     start = group.rank * NUMEL // num_ranks
-    offers = Offers(group)
 
     def take(places: Mapping[int, bytes]) -> None:
-        for rows, first, stop in offers.neighbours.rows(buffer, start, start + NUMEL // num_ranks, places):
+        for rows, first, stop in route.neighbours.rows(buffer, start, start + NUMEL // num_ranks, places):
             out[:, first:stop] = rows
 
-    offers.exchange(REDUCE, 0, buffer, take)
+    route.exchange(REDUCE, 0, buffer, take)
 
 
 def gather(group: Group, buffer: torch.Tensor, out: torch.Tensor) -> None:
-    """As `zc.ranks.neighbours.Memory.gather`."""
-    offers = Offers(group)
+    """As `zc.ranks.routes.Memory.gather`."""
+    route = Memory(group)
 
     def take(places: Mapping[int, bytes]) -> None:
         for peer, place in places.items():
-            offers.neighbours.read(out[peer], peer, place)
+            route.neighbours.read(out[peer], peer, place)
 
-    offers.exchange(GATHER, 0, buffer, take)
+    route.exchange(GATHER, 0, buffer, take)
 
 
 def whole(group: Group, buffer: torch.Tensor, out: torch.Tensor) -> None:

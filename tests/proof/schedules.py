@@ -53,8 +53,8 @@ def make(
         bucket_nbytes=slots * 2 * dtype.itemsize, num_buffers=ring, overlap=overlap, overlap_gather=overlap_gather,
         offload=offload and "cpu", offload_accumulate=offload or "cpu",
     )  # fmt: skip
-    levels = num_hosts > 1
-    topology = Topology(num_hosts, world_size // num_hosts, reads, levels) if reads or levels else flat(world_size)
+    is_flat = not reads and num_hosts == 1
+    topology = flat(world_size) if is_flat else Topology(num_hosts, world_size // num_hosts, reads)
     rules = (Rule(whole=is_owned),)
     owners = assign_owners(specs, rules, world_size)
     return make_plan(specs, config, topology, num_replicas=num_replicas, rules=rules, owners=owners)

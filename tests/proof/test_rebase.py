@@ -33,7 +33,7 @@ def plan_of(size: str, stage: int, world_size: int, how: str, ring: int = 2, off
         for name, shape in PARAMS.items()
     ]
     hosts = 2 if how == "two levels" else 1
-    reads = Topology(hosts, world_size // hosts, reads_memory=True, has_levels=hosts > 1)
+    reads = Topology(hosts, world_size // hosts, reads_memory=True)
     config = Config(
         stage=stage, reduce="native" if how == "native" else "exact", bucket_nbytes=SIZES[size], num_buffers=ring,
         offload=offload and "cpu", offload_accumulate=offload or "cpu",

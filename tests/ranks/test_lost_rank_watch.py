@@ -21,7 +21,7 @@ from watched import Shelf, watch_of
 
 import zc
 from zc import torch_private
-from zc.ranks import process, watch
+from zc.ranks import watch
 from zc.ranks.control import patience
 from zc.ranks.journal import Journal, Wait
 
@@ -380,15 +380,15 @@ def test_a_process_that_has_ended_is_known_by_a_rank_of_its_host() -> None:
     store = Shelf()
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     with child:
-        process.publish_process(store, 0)
+        watch.publish_process(store, 0)
         here, _, began = json.loads(store.items["process/0"])
         fields = Path(f"/proc/{child.pid}/stat").read_text().split()
         store.items["process/1"] = json.dumps([here, str(child.pid), fields[21]])
         store.items["process/2"] = json.dumps([here, str(child.pid), began])
-        assert [process.has_ended(store, rank) for rank in range(4)] == [False, False, True, False]
+        assert [watch.has_ended(store, rank) for rank in range(4)] == [False, False, True, False]
         child.kill()
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-        assert process.has_ended(store, 1)
-    assert process.has_ended(store, 1)
+        assert watch.has_ended(store, 1)
+    assert watch.has_ended(store, 1)
     store.items["process/1"] = json.dumps(["another host", str(child.pid), fields[21]])
-    assert not process.has_ended(store, 1)
+    assert not watch.has_ended(store, 1)

@@ -45,8 +45,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from zc.errors import CheckpointError
-from zc.machine import exchange, sync_folder, write_synced
-from zc.ranks.process import machine_id
+from zc.machine import exchange, machine_id, sync_folder, write_synced
 
 try:
     import fcntl

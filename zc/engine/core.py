@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from zc.engine.runtime import Runtime
     from zc.engine.weights import Weights
     from zc.passes.base import Pass, Pipelines
-    from zc.planning.plan import Way
-    from zc.ranks.routes import MakeRoute
     from zc.schedule.spec import Op
 
 
@@ -96,14 +94,12 @@ class Features(NamedTuple):
 
     ``pipelines``: the passes. ``make_weights``: how weights reach those who read them. ``operations``: the functions
     of kinds of nodes that only some feature's schedules have. ``gather_whole``: None if no optimizer needs it.
-    ``routes``: of the ways in which a feature makes gradients and weights travel. ``make_agreement``: how ranks come to
-    reduce the same."""
+    ``make_agreement``: how ranks come to reduce the same."""
 
     pipelines: Pipelines
     make_weights: Callable[[Core], Weights]
     operations: Mapping[type[Op], Function] = {}
     gather_whole: GatherWhole | None = None
-    routes: Mapping[Way, MakeRoute] = {}
     make_agreement: Callable[[Core], Agreement] = Agreement
 
 
@@ -174,7 +170,7 @@ class Core:
         self.names: weakref.ref[Names] | None = None
         self.num_left = 0  # parameters that have left the plan: schedules of before name their slots
         self.features = features
-        routes = Routes(self.plan, group, buffers.tables, features.routes)
+        routes = Routes(self.plan, group, buffers.tables)
         self.accumulators = Accumulators(buffers, group, routes, features.operations)
         self.inductor_options = config.inductor_options
         self.programs: list[Program] = []  # of compiled backward graphs, for explain

@@ -23,7 +23,7 @@ from zc.kernels import accumulate_cast as add_cast
 from zc.kernels import flatten_cast as overwrite
 from zc.kernels import matmul_into, rows_into, scatter_into
 from zc.log import log
-from zc.ranks.exchanges import Sum
+from zc.ranks.routes import Sum
 from zc.schedule import spec
 from zc.schedule.nodes import TARGETS
 from zc.schedule.spec import BucketOp, FlattenCast, Op, Reduce, Role, Spans, Take, WgradInto

@@ -9,11 +9,14 @@ from __future__ import annotations
 import enum
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from zc.planning.plan import NUM_HOST_SUMS, Bucket, Encoding, Into, Plan, encoded_rows
+from zc.planning.plan import NUM_HOST_SUMS, Bucket, Into, Plan, encoded_rows
+
+if TYPE_CHECKING:
+    from zc.planning.wire import Wire
 
 # In the order of reports; the optimizer's state is its own, and only estimates have it
 KINDS = (
@@ -23,7 +26,7 @@ KINDS = (
 ON_DEVICE, ON_HOST = KINDS[:5], ("master_shard", "host", "param")  # reports have these, also where they have 0 bytes
 
 
-class Extent(enum.Enum):
+class Share(enum.Enum):
     """How many elements of a bucket a tensor has."""
 
     WHOLE = "P"
@@ -43,15 +46,15 @@ class Allocation(NamedTuple):
     """A tensor of one bucket. ``kind``: its name in `zc.engine.buffers` and in reports."""
 
     kind: str
-    extent: Extent
+    share: Share
     dtype: torch.dtype
     lifetime: Lifetime = Lifetime.PLAN
     on_host: bool = False
 
     def numel(self, bucket: Bucket, rank: int) -> int:
-        if self.extent is Extent.OWNED:
+        if self.share is Share.OWNED:
             return _numel_owned(bucket, rank)
-        return bucket.numel if self.extent is Extent.WHOLE else bucket.layout.numel_shard
+        return bucket.numel if self.share is Share.WHOLE else bucket.layout.numel_shard
 
 
 class Room(NamedTuple):
@@ -73,25 +76,25 @@ def has_own_master(plan: Plan, bucket: Bucket) -> bool:
 def of_bucket(plan: Plan, bucket: Bucket) -> list[Allocation]:
     """The tensors of a bucket that exist at any time, but those that only some updates need (`Buffers.spill`)."""
     if bucket.is_frozen:
-        return [Allocation("frozen", Extent.SHARD, bucket.param_dtype)]
+        return [Allocation("frozen", Share.SHARD, bucket.param_dtype)]
     offload, shards_gradients = plan.offload, plan.placement.shards_gradients
     if plan.placement.shards_weights:
-        found = [Allocation("weight", Extent.SHARD, bucket.param_dtype)]
+        found = [Allocation("weight", Share.SHARD, bucket.param_dtype)]
     else:
-        found = [Allocation("flat_param", Extent.WHOLE, bucket.param_dtype)]
+        found = [Allocation("flat_param", Share.WHOLE, bucket.param_dtype)]
     if has_own_master(plan, bucket):
-        found.append(Allocation("master_shard", Extent.OWNED, bucket.acc_dtype, on_host=offload is not None))
+        found.append(Allocation("master_shard", Share.OWNED, bucket.acc_dtype, on_host=offload is not None))
     if bucket.sends_differences:
-        found.append(Allocation("published", Extent.OWNED, bucket.param_dtype))
+        found.append(Allocation("published", Share.OWNED, bucket.param_dtype))
     if offload is not None:
-        extent = Extent.WHOLE if plan.numel_on_host(bucket) == bucket.numel else Extent.SHARD
-        found.append(Allocation("host", extent, bucket.acc_dtype, on_host=True))
+        share = Share.WHOLE if plan.numel_on_host(bucket) == bucket.numel else Share.SHARD
+        found.append(Allocation("host", share, bucket.acc_dtype, on_host=True))
     if offload is None or not offload.accumulates_on_host:
-        extent = Extent.SHARD if shards_gradients else Extent.WHOLE
-        found.append(Allocation("acc", extent, bucket.acc_dtype, Lifetime.GRADIENTS))
+        share = Share.SHARD if shards_gradients else Share.WHOLE
+        found.append(Allocation("acc", share, bucket.acc_dtype, Lifetime.GRADIENTS))
     # without offload stage 1 has them in its accumulators, of which a reduction leaves only a shard in use
     if bucket.layout.owners is not None and plan.world_size > 1 and (shards_gradients or offload is not None):
-        found.append(Allocation("whole_grad", Extent.OWNED, bucket.acc_dtype, Lifetime.UPDATE))
+        found.append(Allocation("whole_grad", Share.OWNED, bucket.acc_dtype, Lifetime.UPDATE))
     return found
 
 
@@ -159,7 +162,7 @@ def most_nbytes(plan: Plan, *, on_host: bool) -> dict[str, int]:
     for bucket in plan.with_weights:
         for each in of_bucket(plan, bucket):
             if each.on_host == on_host:
-                if each.extent is Extent.OWNED and bucket.layout.owners is not None:
+                if each.share is Share.OWNED and bucket.layout.owners is not None:
                     by_rank = owned.setdefault(each.kind, Counter())
                     for rank, (start, stop) in bucket.layout.runs.items():
                         by_rank[rank] += (stop - start) * each.dtype.itemsize
@@ -287,7 +290,7 @@ def sent_between_hosts(plan: Plan, microbatches: int, ranks_per_host: int) -> di
     return {"gradients": num * reduced, "parameters": _gathered(plan, microbatches, trained, others)}
 
 
-def _encoded_between_hosts(plan: Plan, bucket: Bucket, encoding: Encoding, num_shards: int) -> int:
+def _encoded_between_hosts(plan: Plan, bucket: Bucket, encoding: Wire, num_shards: int) -> int:
     """Bytes of ``num_shards`` rows that leave a host: an average over shards, since rows differ in length."""
     return num_shards * sum(encoding.row_nbytes(bucket.layout)) // plan.world_size
 

@@ -82,7 +82,6 @@ def make_plan(
         kinds: the model's blocks, which buckets follow.
         owners: the rank that updates each parameter of an optimizer that reads whole ones (`zc.planning.ownership`).
     """
-    assert topology.has_levels or 1 in (topology.num_hosts, topology.ranks_per_host), f"{topology}: not usable"
     placement, world_size, reduce_dtype = config.placement, topology.world_size, config.reduce_dtype
     reduce_encoding, gather_encoding = config.reduce_encoding, config.gather_encoding
     groups: dict[tuple[torch.dtype, torch.device], list[ParamSpec]] = {}

@@ -23,11 +23,14 @@ import enum
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
 from zc.planning.layout import ALIGN_NBYTES, LEFT, FlatLayout, Slot, align_up
+
+if TYPE_CHECKING:
+    from zc.planning.wire import Wire
 
 
 @dataclass(frozen=True)
@@ -75,14 +78,17 @@ class Topology:
     """H = ``num_hosts`` hosts of L = ``ranks_per_host`` ranks each; rank r is number r % L on host r // L.
 
     ``reads_memory``: ranks of one host read each other's memory instead of sending messages. If hosts are unknown or
-    have different numbers of ranks, every rank counts as its own host. ``has_levels``: in a plan (`usable`), exchanges
-    have two levels: inside a host, and between ranks with the same number on all hosts (`zc.ranks.levels`).
+    have different numbers of ranks, every rank counts as its own host. A plan has a `usable` one.
     """
 
     num_hosts: int = 1
     ranks_per_host: int = 1
     reads_memory: bool = False
-    has_levels: bool = False
+
+    @cached_property
+    def has_levels(self) -> bool:
+        """Whether exchanges have two levels: inside a host, and between ranks with the same number on all hosts."""
+        return self.num_hosts > 1 and self.ranks_per_host > 1
 
     @cached_property
     def world_size(self) -> int:
@@ -106,6 +112,10 @@ class Topology:
         """The other ranks of its host, ascending."""
         return tuple(r for r in self.of_host(rank) if r != rank)
 
+    def across(self, rank: int) -> tuple[int, ...]:
+        """The ranks with its number on each host, this one included, in the order of hosts."""
+        return tuple(range(rank % self.ranks_per_host, self.world_size, self.ranks_per_host))
+
     def __str__(self) -> str:
         hosts = f"{self.num_hosts} host{'s' * (self.num_hosts > 1)} of {self.ranks_per_host}"
         return f"{hosts}, which read each other's memory" if self.reads_memory else hosts
@@ -119,16 +129,14 @@ def flat(world_size: int) -> Topology:
     return Topology(world_size, 1)
 
 
-def usable(topology: Topology, reduce: str, device_types: set[str], *, has_levels: bool) -> Topology:
+def usable(topology: Topology, reduce: str, device_types: set[str]) -> Topology:
     """The topology that exchanges can use: only CPUs read memory, and levels are of several ranks each and need the
-    exact reduction. ``has_levels``: there is what opens them."""
+    exact reduction."""
     if device_types != {"cpu"}:
         topology = replace(topology, reads_memory=False)
-    if topology.num_hosts == 1:
+    if topology.num_hosts == 1 or (topology.has_levels and reduce == "exact"):
         return topology
-    if not has_levels or topology.ranks_per_host == 1 or reduce != "exact":
-        return flat(topology.world_size)
-    return replace(topology, has_levels=True)
+    return flat(topology.world_size)
 
 
 @dataclass(frozen=True)
@@ -247,8 +255,8 @@ class Plan:
     frozen: tuple[Bucket, ...] = ()  # of parameters that do not train, by ascending number; always in shards
     weight_nbytes: int | None = None  # the most bytes of gathered weights at any time; None: `weight_cap`
     # of gradients, and of weights or their differences, where they leave a host; None: they travel as they are
-    reduce_encoding: Encoding | None = None
-    gather_encoding: Encoding | None = None
+    reduce_encoding: Wire | None = None
+    gather_encoding: Wire | None = None
 
     @cached_property
     def num_ranks(self) -> int:
@@ -369,34 +377,6 @@ class Plan:
         partial = not self.placement.shards_gradients and self.offload is not None and self.offload.accumulates_on_host
         return bucket.numel if partial else bucket.layout.numel_shard
 
-    def __str__(self) -> str:
-        rows = [
-            f"bucket {b.index}: {len(b.slots)} parameters, P={b.numel} S={b.layout.numel_shard} "
-            f"padding={b.layout.numel_padding} {b.param_dtype}->{b.reduce_dtype}->{b.acc_dtype} {b.device}"
-            + (f" updated by ranks {', '.join(map(str, b.layout.runs))}" if b.layout.owners is not None else "")
-            + (" frozen" if b.is_frozen else "")
-            for b in self.with_weights
-        ]
-        return "\n".join([f"stage {self.placement.stage}, W={self.world_size}, reduce={self.reduce}", *rows])
-
-
-class Encoding(Protocol):
-    """How elements that leave a host travel in fewer bits (`zc.planning.wire`): a row of bytes for each shard."""
-
-    @property
-    def block(self) -> int:
-        """Slots and shards begin at multiples of so many elements."""
-
-    @property
-    def bits(self) -> int:
-        """Of most elements."""
-
-    def row_nbytes(self, layout: FlatLayout) -> tuple[int, ...]:
-        """Bytes of each shard's row."""
-
-    def exact_numel(self, plan: Plan) -> int:
-        """Elements of parameters that travel as they are."""
-
 
 class Level(enum.Enum):
     """The ranks of one hop."""
@@ -408,8 +388,7 @@ class Level(enum.Enum):
 
 
 class Way(enum.Enum):
-    """How bytes travel in one hop. The routes have the same names: those of `zc.ranks.routes`, and those that
-    `zc.compile` hands over."""
+    """How bytes travel in one hop. The routes have the same names (`zc.ranks.routes`)."""
 
     ALONE = "alone"  # one rank sends nothing
     MESSAGES = "messages"
@@ -492,7 +471,7 @@ class Hop:
         return self.numel_sum(bucket) * bucket.acc_dtype.itemsize if is_narrow and not self.is_direct else 0
 
 
-def encoded_rows(plan: Plan, bucket: Bucket, encoding: Encoding | None) -> list[tuple[int, ...]]:
+def encoded_rows(plan: Plan, bucket: Bucket, encoding: Wire | None) -> list[tuple[int, ...]]:
     """Bytes of each shard's encoded row: of those shards together whose ranks exchange rows with each other."""
     assert encoding is not None, "the plan says that this travels encoded"
     count, nbytes = plan.topology.num_across, encoding.row_nbytes(bucket.layout)

@@ -39,19 +39,33 @@ BITS: dict[object, int] = {torch.int8: 8, "int4": 4}  # of gather_dtype; reduce_
 
 @dataclass(frozen=True)
 class Wire:
-    """A `zc.planning.plan.Encoding`: so many bits an element."""
+    """How elements that leave a host travel: in so many bits, those of small parameters exact."""
 
     bits: int
 
     @property
     def block(self) -> int:
+        """Slots and shards begin at multiples of so many elements."""
         return BLOCK
 
     def row_nbytes(self, layout: FlatLayout) -> tuple[int, ...]:
+        """Bytes of each shard's row."""
         return row_nbytes(layout, self.bits)
 
     def exact_numel(self, plan: Plan) -> int:
+        """Elements of parameters that travel as they are."""
         return sum(slot.numel for bucket in plan.buckets for slot in bucket.slots if is_exact(slot))
+
+    def rows_between_hosts(self, plan: Plan, bucket: Bucket, rank: int) -> Rows:
+        """The rows that a rank encodes in a reduction, and those that it has after a gather: of all shards, or of those
+        in its `FlatLayout.net_range`."""
+        layout, count = bucket.layout, plan.topology.num_across
+        return rows_of(layout, self.bits, layout.shard_of(rank) // count * count, count)
+
+    def own_row(self, bucket: Bucket, rank: int) -> Rows:
+        """The row of a rank's own shard: each other rank sends it one in a reduction, and it encodes one for a
+        gather."""
+        return rows_of(bucket.layout, self.bits, bucket.layout.shard_of(rank), 1)
 
 
 def wire_of(dtype: object) -> Wire | None:
@@ -110,23 +124,6 @@ def _spans(layout: FlatLayout, start: int, stop: int) -> Iterator[tuple[int, int
         exact = kind
     if stop > first:
         yield first, stop, exact
-
-
-def rows_between_hosts(plan: Plan, bucket: Bucket, rank: int, bits: int) -> Rows:
-    """The rows that a rank encodes in a reduction, and those that it has after a gather: of all shards, or of those in
-    its `FlatLayout.net_range`."""
-    layout, count = bucket.layout, plan.topology.num_across
-    return rows_of(layout, bits, layout.shard_of(rank) // count * count, count)
-
-
-def own_row(plan: Plan, bucket: Bucket, rank: int, bits: int) -> Rows:
-    """The row of a rank's own shard: each other rank sends it one in a reduction, and it encodes one for a gather."""
-    return rows_of(bucket.layout, bits, bucket.layout.shard_of(rank), 1)
-
-
-def place_of(plan: Plan, bucket: Bucket, rank: int) -> int:
-    """The number of a rank's own row in `rows_between_hosts`."""
-    return bucket.layout.shard_of(rank) % plan.topology.num_across
 
 
 @functools.lru_cache(maxsize=1024)

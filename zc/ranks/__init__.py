@@ -2,7 +2,7 @@
 
     Group               the ranks of one model, and their exchanges (group, control, exchanges)
       ProcessGroups     zc's own process groups                     (control)
-      Routes            the ways in which buckets travel            (routes; encoded, levels, replicas are handed over)
+      Routes            the ways in which buckets travel            (routes)
       Neighbours        ranks of one host read each other's memory  (neighbours)
       Journal           the exchanges that this rank has started    (journal)
         Watch           compares the journals of all ranks          (watch)

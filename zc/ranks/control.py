@@ -15,10 +15,10 @@ import contextlib
 import hashlib
 import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,13 +29,12 @@ from zc.errors import PlanError, RankMismatchError, ZcError
 from zc.machine import accelerator_type
 from zc.planning.plan import Plan, Topology, flat
 from zc.ranks import process
-from zc.ranks.exchanges import Call, Exchanges, Levels, Step, Work, collective, messages
-from zc.ranks.journal import Journal, Watcher
+from zc.ranks.exchanges import Call, Exchanges, Work, collective, messages
+from zc.ranks.journal import Journal
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from zc.ranks.group import Group
+    from zc.ranks.neighbours import Neighbours
+    from zc.ranks.watch import Watch
 
 _COMPILE = "zc.compile or zc.close"
 ErrorOf = Callable[[Exception | None, int, str], Exception]
@@ -62,42 +61,17 @@ def patience(of_group: timedelta | None) -> float:
     return float(seconds) if seconds else (of_group or timedelta(minutes=10)).total_seconds()
 
 
-class Neighbours(Protocol):
-    """The other ranks of this host, where they talk without a process group (`zc.ranks.neighbours`)."""
-
-    def name_ranks(self, numbers: Sequence[int], journal: Journal | None) -> None:
-        """Called before the first exchange. ``numbers``: of the group's ranks, in the default group."""
-
-    def exchange(
-        self, kind: int, index: int, received: Mapping[int, Tensor], sent: Mapping[int, Tensor] | Tensor
-    ) -> tuple[Step, ...]:
-        """received[r] <- the tensor that rank r sends to this one."""
-
-    def gather_rows(self, rows: bytearray, row: bytes) -> tuple[Step, ...]:
-        """``rows``, [ranks of the host * n] bytes <- every rank's ``row`` of n."""
-
-    def reduce_(self, kind: int, value: Tensor, add: Callable[[Tensor, Tensor], Tensor]) -> tuple[Step, ...]:
-        """``value``, small <- all ranks' values, combined in rank order."""
-
-    def close(self) -> None:
-        """Ends all exchanges."""
-
-
-Gather = Callable[[Any], Sequence[Any]]  # every rank's object, by rank; all ranks call it
-FindHosts = Callable[[int, int, Gather, bool], tuple[Topology, Neighbours | None, str | None]]
+GatherObjects = Callable[[Any], Sequence[Any]]  # every rank's object, by rank; all ranks call it
+FindHosts = Callable[[int, int, GatherObjects, bool], "tuple[Topology, Neighbours | None, str | None]"]
 
 
 class Parts(NamedTuple):
     """What `zc.compile` hands over to the ranks of a model. ``find_hosts``: None: every rank counts as its own host,
-    and all send messages. ``open_levels``: makes the groups that carry gradients and weights where several hosts have
-    several ranks; None: every rank counts as its own host there. ``split``: this rank's
-    row and column of a mesh of two dimensions; None: such a mesh is refused. ``watch_of``: the watch of this process;
-    None: nobody looks for ranks that are out of step."""
+    and all send messages. ``watch_of``: the watch of this process; None: nobody looks for ranks that are out of
+    step."""
 
     find_hosts: FindHosts | None = None
-    open_levels: Callable[[Group], Levels] | None = None
-    split: Callable[[Group, DeviceMesh], tuple[Group, Group]] | None = None
-    watch_of: Callable[[], Watcher] | None = None
+    watch_of: Callable[[], Watch] | None = None
 
 
 NO_PARTS = Parts()
@@ -365,7 +339,7 @@ class Control(Exchanges):
         """
         neighbours = self._all_on_this_host
         if neighbours is not None:
-            return self._work(text, *neighbours.gather_rows(rows, row))
+            return self._work(text, *neighbours.gather_bytes(rows, row))
         # lifetime: the work holds the tensors, and these the bytes
         sent, received = (
             torch.frombuffer(each, dtype=torch.uint8) for each in (bytearray(row * self.world_size), rows)

@@ -28,14 +28,6 @@ from zc.ranks.journal import EXCHANGES, REDUCE, Entry, Journal
 Pieces = Sequence[tuple[int, Tensor]]
 
 
-class Sum(NamedTuple):
-    """Where a sum over ranks goes: ``out`` [n] <- scale * the sum, or with ``add`` out += that (`zc.ranks.routes`)."""
-
-    out: Tensor
-    scale: float = 1.0
-    add: bool = False
-
-
 class Exchanges:
     """The exchanges of rank number ``rank`` of ``world_size``. ``between`` names these ranks in counts of bytes."""
 
@@ -194,21 +186,6 @@ def copy_own_piece(received: Pieces, sent: Pieces, rank: int) -> None:
     for source, piece in received:
         if source == rank and piece.data_ptr() != piece_for[rank].data_ptr():
             piece.copy_(piece_for[rank])
-
-
-class Levels(NamedTuple):
-    """A rank's exchanges in two levels (`zc.ranks.levels`): with the ranks of its host, and with those that have its
-    number on all hosts."""
-
-    host: Exchanges
-    net: Exchanges
-
-    def all_gather(self, out: Tensor, shard: Tensor, kind: str, bucket: int) -> Work:
-        """As `Exchanges.all_gather`. Shards are in the order of a layout with as many hosts, and the host waits for the
-        first level."""
-        part = out.view(self.host.world_size, -1)[self.host.rank]
-        self.net.all_gather(part, shard, kind, bucket).wait()
-        return self.host.all_gather(out, part, kind, bucket)
 
 
 # Waits for at most so many seconds (None: without end). Returns whether it is done, and raises only its own errors: a

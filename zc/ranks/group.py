@@ -6,16 +6,26 @@ order, so the comm stream's thread must not race with the program's own collecti
 group has one stream for all its collectives, so a reduction would wait for those of the program, and these for zc's.
 zc's stream has high priority: its kernels do not wait for compute that was issued before.
 
-The ranks of ``mesh=``: with one dimension it is a group; with two, (replicate, shard), it has replicas
-(`zc.ranks.replicas`).
+Where several hosts have several ranks each, exchanges have two levels: inside a host, and between the ranks with one
+number on all hosts.
+
+The ranks of ``mesh=``: with one dimension it is a group; with two, (replicate, shard), it has replicas. The ranks of a
+row together have one copy of the state, and those of a column have the same shard::
+
+    replicate \\ shard    0   1   2   3
+        0                 0   1   2   3      each row is a copy of the optimizer state
+        1                 4   5   6   7      rank 6 has the same shard as rank 2
+
+A reduction ends with a hop between the ranks of a column. Weights need none: each row gathers its own copy.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,10 +34,21 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zc import torch_private
 from zc.errors import PlanError
-from zc.planning.plan import Level, Topology
-from zc.ranks.control import NO_PARTS, Control, Neighbours, Parts, backend_of, host_backend
-from zc.ranks.exchanges import Exchanges, Levels, Pieces, Work, collective, copy_own_piece
+from zc.planning.plan import Level, Topology, flat
+from zc.ranks.control import NO_PARTS, Control, Parts, backend_of, host_backend
+from zc.ranks.exchanges import Exchanges, Pieces, Work, collective, copy_own_piece
 from zc.ranks.journal import EXCHANGES, LARGEST, SUM
+
+if TYPE_CHECKING:
+    from zc.ranks.neighbours import Neighbours
+
+
+class Levels(NamedTuple):
+    """A rank's exchanges in two levels: with the ranks of its host, and with those that have its number on all
+    hosts."""
+
+    host: Exchanges
+    net: Exchanges
 
 
 class Group(Control):
@@ -111,8 +132,26 @@ class Group(Control):
     def open_levels(self) -> None:
         """Makes the groups that carry gradients and weights inside a host and between hosts, after `open_data`. All
         ranks call it."""
-        assert self.parts.open_levels is not None, "the plan has two levels"
-        self.levels = self.parts.open_levels(self)
+        topology = self.topology
+        host = self._part(topology.of_host(self.rank))
+        net = self._part(topology.across(self.rank), ", between hosts")
+        net._keeps_journal = False  # each of its exchanges belongs to one inside the host
+        # where reductions read memory, these are gathers of stage 3, which run on another stream than reductions, and
+        # one journal has no order of the two
+        host._keeps_journal = not topology.reads_memory
+        self.levels = Levels(host, net)
+
+    def _part(self, members: Sequence[int], between: str = "") -> Exchanges:
+        """Some of the ranks, by their numbers in the group. gloo's messages name their receiver, so there one process
+        group is enough."""
+        part = Exchanges(members.index(self.rank), len(members), self.journal, between)
+        part._device, part._by_pairs, part._waits_on_stream = self._device, self._by_pairs, self._waits_on_stream
+        part.data, part._members = self.data, members
+        part.numbers = [self.numbers[member] for member in members]
+        if not self._by_pairs:
+            assert self._new_data is not None, "open_data has been called"
+            part.data, part._members = self._new_data(members=members), None
+        return part
 
     @property
     def neighbours(self) -> Neighbours:
@@ -122,7 +161,8 @@ class Group(Control):
     # --- exchanges by memory, or of a few numbers ---
 
     def all_gather(self, out: Tensor, shard: Tensor, kind: str, bucket: int) -> Work:
-        """As `Exchanges.all_gather`."""
+        """As `Exchanges.all_gather`. In two levels shards are in the order of a layout with as many hosts, and the host
+        waits for the first level."""
         if self._by_memory and self._neighbours is not None:
             entry, rows = self.begin(kind, bucket, self._others(out.nbytes)), out.view(self.world_size, -1)
             if rows[self.rank].data_ptr() != shard.data_ptr():
@@ -130,7 +170,9 @@ class Group(Control):
             received = dict(enumerate(rows))
             return self._work(entry, *self._neighbours.exchange(EXCHANGES.index(kind), bucket, received, shard))
         if self.levels is not None:
-            return self.levels.all_gather(out, shard, kind, bucket)
+            part = out.view(self.levels.host.world_size, -1)[self.levels.host.rank]
+            self.levels.net.all_gather(part, shard, kind, bucket).wait()
+            return self.levels.host.all_gather(out, part, kind, bucket)
         return super().all_gather(out, shard, kind, bucket)
 
     def exchange(self, received: Pieces, sent: Pieces, kind: str, bucket: int) -> Work:
@@ -185,18 +227,32 @@ def ranks_of(
             raise PlanError("both group and mesh were given: leave one of them out")
         check_mesh(mesh)
         group = mesh.get_group() if mesh.ndim == 1 else None
-        if has_replicas(mesh) and parts.split is None:
-            raise PlanError(
-                f"mesh ({_describe(mesh)}) has {mesh.shape[0]} replicas, and this zc has no zc.ranks.replicas: give a "
-                "mesh of one dimension"
-            )
     ranks = Group(group, parts, reads_memory=reads_memory)
     shape = "none" if mesh is None else f"({_describe(mesh)}) of the ranks {mesh.mesh.tolist()}"
     # before more groups are made: ranks with different meshes would make different groups, and wait for each other
     ranks.same_everywhere("what zc.compile was given as mesh", [shape], "Give all ranks the same one")
-    if mesh is not None and has_replicas(mesh) and parts.split is not None:
-        ranks._shard, ranks.replicas = parts.split(ranks, mesh)
+    if mesh is not None and has_replicas(mesh):
+        ranks._shard, ranks.replicas = _split(ranks, mesh)
     return ranks
+
+
+def _split(ranks: Group, mesh: DeviceMesh) -> tuple[Group, Group]:
+    """This rank's row and column of a mesh. Every rank calls it."""
+    shard = Group(mesh.get_group(1), ranks.parts, reads_memory=ranks.may_read_memory, everyone=ranks)
+    replicas = Group(mesh.get_group(0), everyone=ranks)  # which send messages, wherever they are
+    replicas._between = ", between replicas"
+    # otherwise it follows exchanges of `shard` on another stream, and one journal has no order of the two
+    replicas._keeps_journal = shard.world_size == 1
+    topologies = ranks.gather_objects(str(shard.topology))
+    # all ranks need one plan, and all replicas one order of summation
+    hosts = f"the ranks of `shard` lie on {' or '.join(dict.fromkeys(topologies))}"
+    if len(set(topologies)) > 1:
+        alone = flat(shard.world_size)
+        shard.send_messages(alone, f"every rank is treated as its own host, because {hosts}")
+    elif shard.topology.num_hosts > 1 and shard.topology.reads_memory:
+        topology = replace(shard.topology, reads_memory=False)
+        shard.send_messages(topology, f"ranks of one host exchange messages, because {hosts}")
+    return shard, replicas
 
 
 def has_replicas(mesh: DeviceMesh) -> bool:

@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import CodeType, FrameType
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -30,7 +30,7 @@ from zc.log import log
 if TYPE_CHECKING:
     from zc.planning.plan import Plan
     from zc.ranks.exchanges import Step
-    from zc.ranks.process import Store
+    from zc.ranks.watch import Watch
 
 FOLD = 4096  # exchanges of one update that a rank can still name
 TICK_S = 1.0  # between two looks of the watch; an exchange that takes longer is stalled
@@ -77,33 +77,6 @@ class Wait(NamedTuple):
     is_call: bool
 
 
-class Watcher(Protocol):
-    """The watch of a process, which reads its journals (`zc.ranks.watch`). ``rank``: in the default group; ``run``: the
-    same on all ranks; ``has_own_connection``: to the store."""
-
-    rank: int
-    run: str
-    store: Store
-    trail: Trail
-    has_own_connection: bool
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether it comes to no further verdict."""
-
-    def add(self, journal: Journal) -> None:
-        """A model is compiled."""
-
-    def forget(self, name: str) -> None:
-        """The journal of this name is gone. Any thread may call it, and it takes no lock."""
-
-    def end(self) -> None:
-        """Ends the watch if no journal is left."""
-
-    def fail(self, names: Sequence[str], kind: type[ZcError], text: str) -> None:
-        """Publishes a verdict on the models with journals of these ``names``."""
-
-
 class Journal:
     """The journal of one model on one rank. The watch of the process reads it (zc/ranks/watch.py).
 
@@ -111,7 +84,7 @@ class Journal:
     these ranks have compiled.
     """
 
-    def __init__(self, watch: Watcher, ranks: Sequence[int], number: int, timeout: float) -> None:
+    def __init__(self, watch: Watch, ranks: Sequence[int], number: int, timeout: float) -> None:
         self.ranks, self.number, self.timeout = tuple(ranks), number, timeout
         self.plan: Plan | None = None  # with the buckets of the entries; None while the model is compiled
         self.name = f"{'_'.join(map(str, ranks))}/{number}"  # the same on all ranks

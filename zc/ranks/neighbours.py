@@ -35,154 +35,19 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from zc.errors import RankLostError
-from zc.planning.plan import Bucket, Hop, Topology, Way, flat
-from zc.ranks.control import Gather
-from zc.ranks.exchanges import Step, Sum, Work, note_wait
-from zc.ranks.journal import EXCHANGES, GATHER, REDUCE, Entry, Journal
-from zc.ranks.process import machine_id
-from zc.ranks.routes import Route, Routes, add_rows
-
-if TYPE_CHECKING:
-    from zc.ranks.group import Group
-
+from zc.machine import machine_id
+from zc.planning.plan import Topology, flat
+from zc.ranks.control import GatherObjects
+from zc.ranks.exchanges import Step, note_wait
+from zc.ranks.journal import Journal
 
 ReadAll = Callable[[Mapping[int, bytes]], None]  # reads the data of the other ranks, which lies there, by rank
-
-
-class Offers:
-    """What the ranks of this host let each other read."""
-
-    def __init__(self, ranks: Group) -> None:
-        assert isinstance(ranks.neighbours, Neighbours), "the plan says that ranks read each other's memory"
-        self.ranks, self.neighbours = ranks, ranks.neighbours
-
-    def exchange(self, kind: str, bucket: int, tensor: Tensor, read_all: ReadAll) -> None:
-        """Ranks of this host read each other's ``tensor``. At the end all have read, so each may write its own again
-        (docs/proof.md). Where Ctrl-C or a signal's handler raises on the calling thread, this is done first, since the
-        others wait for this rank; ``read_all`` may be called again."""
-        entry = self._begin(kind, bucket, tensor)
-        steps = self.neighbours.offer(EXCHANGES.index(kind), bucket, tensor, read_all)
-        work = Work(entry, *steps, journal=self.ranks.journal)
-        try:
-            work.wait()
-        except RuntimeError:
-            raise
-        except BaseException:
-            work.wait()
-            raise
-
-    def _begin(self, kind: str, bucket: int, tensor: Tensor) -> Entry:
-        """The others on this host read ``tensor``: a part each if it is reduced, all of it if it is gathered."""
-        count = len(self.neighbours.ranks)
-        read = tensor.nbytes // count if kind == REDUCE else tensor.nbytes
-        return self.ranks.begin(kind, bucket, read * (count - 1))
-
-    def signal_full(self, kind: str, bucket: int, tensor: Tensor) -> None:
-        """Lets the others on this host read ``tensor``."""
-        self._begin(kind, bucket, tensor)
-        self.neighbours.signal_full(EXCHANGES.index(kind), bucket, tensor)
-
-    def await_full(self, kind: str, bucket: int) -> dict[int, bytes]:
-        """Waits for all others' signals. Returns the addresses of their data, for `read` and `rows`."""
-        places: dict[int, bytes] = {}
-        step = self.neighbours.await_full(EXCHANGES.index(kind), bucket, places)
-        Work((kind, bucket), step, journal=self.ranks.journal).wait()
-        return places
-
-    def end(self, kind: str, bucket: int) -> None:
-        """Signals that this rank has read the others' data. Returns once all others have read this rank's."""
-        number = EXCHANGES.index(kind)
-        self.neighbours.signal_free(number, bucket)
-        Work((kind, bucket), self.neighbours.await_free(number, bucket), journal=self.ranks.journal).wait()
-
-
-class Memory(Route):
-    """One copy where messages make three. In a gather this rank's shard lies in ``whole`` already."""
-
-    def __init__(self, ranks: Group) -> None:
-        self._offers = Offers(ranks)
-
-    def reduce(self, bucket: Bucket, sent: Tensor, total: Sum) -> None:
-        own = bucket.layout.net_range(self._offers.neighbours.rank)
-
-        def add(places: Mapping[int, bytes]) -> None:
-            for rows, start, stop in self._offers.neighbours.rows(sent, *own, places):
-                add_rows(total._replace(out=total.out[start:stop]), rows, bucket)
-
-        self._offers.exchange(REDUCE, bucket.index, sent, add)
-
-    def gather(self, bucket: Bucket, whole: Tensor, shard: Tensor, scratch: Tensor | None, base: Tensor | None) -> None:
-        def read(places: Mapping[int, bytes]) -> None:
-            for peer, place in places.items():
-                self._offers.neighbours.read(whole[slice(*bucket.layout.net_range(peer))], peer, place)
-
-        self._offers.exchange(GATHER, bucket.index, shard, read)
-
-
-class Shards(Route):
-    """The same for shards of weights that nobody writes between two updates (stage 3). There a rank may read the
-    others' at any time, as often as it likes, and in an order of its own: ranks may drop different layers, see
-    different tasks, or evaluate alone. Two points order reads and writes, once per update::
-
-        rank 0:  update 7   open    gather 3, gather 2, ...      close   update 8
-                              |                                    |
-        rank 1:  update 7   open    gather 0, gather 3, ...      close   update 8
-
-    A rank *opens* its shards by one signal per bucket, which says where the shard lies; a gather of another rank waits
-    for it. Before a rank writes its shards it *closes* them: it signals that its own reads are done, and waits until
-    the others have done theirs. The model of MPI's passive targets between two fences (MPI-2, 11.4.1). """
-
-    def __init__(self, ranks: Group) -> None:
-        self._ranks, self._offers = ranks, Offers(ranks)
-        self._open: set[int] = set()
-        self._kept: set[int] = set()  # until all ranks have dropped the model
-        # by bucket: where the other ranks' shards are. The stream of gathers uses it; the issuing thread does when it
-        # has joined that stream
-        self._places: dict[int, dict[int, bytes]] = {}
-
-    def gather(self, bucket: Bucket, whole: Tensor, shard: Tensor, scratch: Tensor | None, base: Tensor | None) -> None:
-        whole[slice(*bucket.layout.shard_range(self._ranks.rank))] = shard
-        for peer, place in self._places_of(bucket.index).items():
-            self._offers.neighbours.read(whole[slice(*bucket.layout.shard_range(peer))], peer, place)
-
-    def _places_of(self, index: int) -> dict[int, bytes]:
-        """Waits until all ranks have opened this bucket."""
-        if index not in self._places:
-            self._places[index] = self._offers.await_full(GATHER, index)
-        return self._places[index]
-
-    def open(self, shards: Mapping[int, Tensor]) -> None:
-        """The others may read ``shards``, by bucket, from here to `close`. All ranks open the same in the same
-        order."""
-        for index, shard in shards.items():
-            if index not in self._kept:
-                self._ranks.keep_alive(shard)
-                self._kept.add(index)
-            if index not in self._open:
-                self._offers.signal_full(GATHER, index, shard)
-                self._open.add(index)
-
-    def close(self) -> None:
-        """Returns when no rank reads a shard any more, so that all of them may be written."""
-        if not self._open:
-            return
-        buckets = sorted(self._open)
-        for index in buckets:
-            self._places_of(index)  # also of ranks whose shards this one has not read
-        self._places.clear()
-        self._offers.end(GATHER, buckets[0])
-        self._open.clear()
-
-
-def by_memory(routes: Routes, hop: Hop) -> Route:
-    return (Shards if hop.way is Way.SHARDS else Memory)(routes.group.shard)
-
 
 _PLACE = struct.Struct("<QQ")  # address, bytes
 FULL, FREE, ROW, VALUES = range(4)  # what a message is for
@@ -342,7 +207,7 @@ class Neighbours:
 
         return self.await_full(kind, index, places), read, answer, self.await_free(kind, index)
 
-    def gather_rows(self, rows: bytearray, row: bytes) -> tuple[Step, ...]:
+    def gather_bytes(self, rows: bytearray, row: bytes) -> tuple[Step, ...]:
         """``rows``, [ranks of the host * n] bytes <- every rank's ``row`` of n. The k-th call on one rank matches the
         k-th on the others."""
         self._num_rows += 1
@@ -616,7 +481,7 @@ class _Introduction(NamedTuple):
 
 
 def find_hosts(
-    rank: int, world_size: int, gather: Gather, reads_memory: bool = True
+    rank: int, world_size: int, gather: GatherObjects, reads_memory: bool = True
 ) -> tuple[Topology, Neighbours | None, str | None]:
     """The topology, this rank's neighbours, and the reason why ranks of one host send messages through sockets, if
     they do.

@@ -18,21 +18,37 @@ and sums in `finish`; `Replicas` sends and sums in `take`. Where ranks read memo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from zc.kernels import reduce_rows
+from zc.kernels.blocks import Blocks, add_blocks, encode_blocks, sum_blocks
 from zc.planning.plan import Bucket, Hop, Level, Plan, Way, hops_to_gather, reads_shards
-from zc.ranks.exchanges import Sum
-from zc.ranks.journal import GATHER
+from zc.ranks.exchanges import Step, Work
+from zc.ranks.journal import EXCHANGES, GATHER, GATHER_SUMS, REDUCE
 
 if TYPE_CHECKING:
+    from zc.planning.wire import Rows, Wire
     from zc.ranks.exchanges import Exchanges
     from zc.ranks.group import Group
+    from zc.ranks.neighbours import ReadAll
+
+
+_GATHER = EXCHANGES.index(GATHER)
+
+
+class Sum(NamedTuple):
+    """Where a sum over ranks goes: ``out`` [n] <- scale * the sum, or with ``add`` out += that."""
+
+    out: Tensor
+    scale: float = 1.0
+    add: bool = False
 
 
 class Route:
@@ -104,12 +120,187 @@ class Messages(Route):
         self.ranks.all_gather(whole, shard, GATHER, bucket.index).wait()
 
 
-class Routes:
-    """The routes of one model on one rank. ``tables``: a list for tensors that kernels read, which live as long;
-    ``makers``: of those ways by which a feature makes bytes travel."""
+class Memory(Route):
+    """One copy where messages make three. In a gather this rank's shard lies in ``whole`` already."""
 
-    def __init__(self, plan: Plan, group: Group, tables: list[Tensor], makers: Mapping[Way, MakeRoute] = {}) -> None:
-        self.plan, self.group, self.tables, self._makers = plan, group, tables, makers
+    def __init__(self, ranks: Group) -> None:
+        self.ranks, self.neighbours = ranks, ranks.neighbours
+
+    def reduce(self, bucket: Bucket, sent: Tensor, total: Sum) -> None:
+        own = bucket.layout.net_range(self.neighbours.rank)
+
+        def add(places: Mapping[int, bytes]) -> None:
+            for rows, start, stop in self.neighbours.rows(sent, *own, places):
+                add_rows(total._replace(out=total.out[start:stop]), rows, bucket)
+
+        self.exchange(REDUCE, bucket.index, sent, add)
+
+    def gather(self, bucket: Bucket, whole: Tensor, shard: Tensor, scratch: Tensor | None, base: Tensor | None) -> None:
+        def read(places: Mapping[int, bytes]) -> None:
+            for peer, place in places.items():
+                self.neighbours.read(whole[slice(*bucket.layout.net_range(peer))], peer, place)
+
+        self.exchange(GATHER, bucket.index, shard, read)
+
+    def exchange(self, kind: str, bucket: int, tensor: Tensor, read_all: ReadAll) -> None:
+        """Ranks of this host read each other's ``tensor``: a part each if it is reduced, all of it if it is gathered.
+        At the end all have read, so each may write its own again (docs/proof.md). Where Ctrl-C or a signal's handler
+        raises on the calling thread, this is done first, since the others wait for this rank; ``read_all`` may be
+        called again."""
+        count = len(self.neighbours.ranks)
+        entry = self.ranks.begin(kind, bucket, tensor.nbytes // (count if kind == REDUCE else 1) * (count - 1))
+        steps = self.neighbours.offer(EXCHANGES.index(kind), bucket, tensor, read_all)
+        work = Work(entry, *steps, journal=self.ranks.journal)
+        try:
+            work.wait()
+        except RuntimeError:
+            raise
+        except BaseException:
+            work.wait()
+            raise
+
+
+class Shards(Route):
+    """The same for shards of weights that nobody writes between two updates (stage 3). There a rank may read the
+    others' at any time, as often as it likes, and in an order of its own: ranks may drop different layers, see
+    different tasks, or evaluate alone. Two points order reads and writes, once per update::
+
+        rank 0:  update 7   open    gather 3, gather 2, ...      close   update 8
+                              |                                    |
+        rank 1:  update 7   open    gather 0, gather 3, ...      close   update 8
+
+    A rank *opens* its shards by one signal per bucket, which says where the shard lies; a gather of another rank waits
+    for it. Before a rank writes its shards it *closes* them: it signals that its own reads are done, and waits until
+    the others have done theirs. The model of MPI's passive targets between two fences (MPI-2, 11.4.1). """
+
+    def __init__(self, ranks: Group) -> None:
+        self._ranks, self._neighbours = ranks, ranks.neighbours
+        self._open: set[int] = set()
+        self._kept: set[int] = set()  # until all ranks have dropped the model
+        # by bucket: where the other ranks' shards are. The stream of gathers uses it; the issuing thread does when it
+        # has joined that stream
+        self._places: dict[int, dict[int, bytes]] = {}
+
+    def gather(self, bucket: Bucket, whole: Tensor, shard: Tensor, scratch: Tensor | None, base: Tensor | None) -> None:
+        whole[slice(*bucket.layout.shard_range(self._ranks.rank))] = shard
+        for peer, place in self._places_of(bucket.index).items():
+            self._neighbours.read(whole[slice(*bucket.layout.shard_range(peer))], peer, place)
+
+    def _places_of(self, index: int) -> dict[int, bytes]:
+        """Waits until all ranks have opened this bucket."""
+        if index not in self._places:
+            places: dict[int, bytes] = {}
+            self._wait(index, self._neighbours.await_full(_GATHER, index, places))
+            self._places[index] = places
+        return self._places[index]
+
+    def open(self, shards: Mapping[int, Tensor]) -> None:
+        for index, shard in shards.items():
+            if index not in self._kept:
+                self._ranks.keep_alive(shard)
+                self._kept.add(index)
+            if index not in self._open:
+                self._ranks.begin(GATHER, index, shard.nbytes * len(self._neighbours.peers))
+                self._neighbours.signal_full(_GATHER, index, shard)
+                self._open.add(index)
+
+    def close(self) -> None:
+        if not self._open:
+            return
+        buckets = sorted(self._open)
+        for index in buckets:
+            self._places_of(index)  # also of ranks whose shards this one has not read
+        self._places.clear()
+        self._neighbours.signal_free(_GATHER, buckets[0])
+        self._wait(buckets[0], self._neighbours.await_free(_GATHER, buckets[0]))
+        self._open.clear()
+
+    def _wait(self, index: int, step: Step) -> None:
+        Work((GATHER, index), step, journal=self._ranks.journal).wait()
+
+
+class _Code(NamedTuple):
+    """Where blocks lie in what this rank sends or receives of one bucket."""
+
+    rows: Rows
+    blocks: Blocks
+
+    def split(self, raw: Tensor) -> list[Tensor]:
+        """One row of bytes for each rank."""
+        return [raw[start:stop] for start, stop in itertools.pairwise(self.rows.offsets)]
+
+
+class Encoded(Route):
+    """Messages of few bits.
+
+    A gradient is encoded once, by the rank that sends it, and decoded once, by the rank that sums it. A difference of
+    weights is encoded by its owner and decoded by every rank, the owner included, so all have the same bits; what
+    rounding leaves stays in the master and is part of the next difference. In stage 3 each gather encodes weights.
+    """
+
+    def __init__(self, ranks: Exchanges, plan: Plan, rank: int, tables: list[Tensor]) -> None:
+        self._ranks, self._plan, self._rank, self._tables = ranks, plan, rank, tables
+        self._codes: dict[tuple[Wire | None, int, bool], _Code] = {}
+
+    def take(self, bucket: Bucket, sent: Tensor, scratch: Tensor) -> None:
+        code = self._code(self._plan.reduce_encoding, bucket)
+        encode_blocks(sent, scratch[: code.rows.nbytes], code.blocks)
+
+    def finish(self, bucket: Bucket, scratch: Tensor, total: Sum) -> None:
+        """Sends each rank its row, and decodes those that the others send to this one."""
+        wire = self._plan.reduce_encoding
+        sent, received = self._code(wire, bucket), self._code(wire, bucket, is_own=True)
+        count, size, end = self._ranks.world_size, received.rows.nbytes, sent.rows.nbytes
+        rows = scratch[end : end + count * size].view(count, size)
+        pieces = list(enumerate(sent.split(scratch)))
+        self._ranks.exchange(list(enumerate(rows)), pieces, REDUCE, bucket.index).wait()
+        sum_blocks(rows, total.out, received.blocks, scale=total.scale, add=total.add)
+
+    def gather(self, bucket: Bucket, whole: Tensor, shard: Tensor, scratch: Tensor | None, base: Tensor | None) -> None:
+        assert scratch is not None, "the plan says that these weights travel encoded"
+        wire = self._plan.gather_encoding
+        code, own = self._code(wire, bucket), self._code(wire, bucket, is_own=True)
+        rows = code.split(scratch)
+        encode_blocks(shard, rows[self._ranks.rank], own.blocks, base=base)
+        self._ranks.gather_rows(rows, GATHER, bucket.index).wait()
+        add_blocks(scratch[: code.rows.nbytes], whole if base is not None else whole.zero_(), code.blocks)
+
+    def _code(self, wire: Wire | None, bucket: Bucket, *, is_own: bool = False) -> _Code:
+        """Of a row for each rank; or of this rank's own, which it gets from each rank in a reduction, and gives to all
+        in a gather."""
+        key = wire, bucket.index, is_own
+        if key not in self._codes:
+            assert wire is not None, "the plan says that this travels encoded"
+            rank = self._rank
+            rows = wire.own_row(bucket, rank) if is_own else wire.rows_between_hosts(self._plan, bucket, rank)
+            self._codes[key] = _Code(rows, Blocks(rows.runs, wire.bits, self._tables))
+        return self._codes[key]
+
+
+@dataclass(frozen=True)
+class Replicas(Route):
+    """The ranks with one shard, which all get the same bits of its sum: each sums a piece, in the order of the ranks,
+    and sends that to the others."""
+
+    ranks: Exchanges
+
+    def take(self, bucket: Bucket, sent: Tensor, scratch: Tensor) -> None:
+        rows, out = part_of(scratch, sent.numel(), sent.dtype), part_of(scratch, sent.numel(), bucket.acc_dtype)
+        piece = torch.empty(sent.numel() // self.ranks.world_size, dtype=bucket.acc_dtype, device=sent.device)
+        self.ranks.all_to_all(rows, sent, bucket.index).wait()
+        pieces = rearrange(rows, "(replica piece) -> replica piece", replica=self.ranks.world_size)
+        add_rows(Sum(piece), pieces, bucket, keeps_rows=False)
+        self.ranks.all_gather(out, piece, GATHER_SUMS, bucket.index).wait()
+
+    def finish(self, bucket: Bucket, scratch: Tensor, total: Sum) -> None:
+        add_rows(total, part_of(scratch, total.out.numel(), bucket.acc_dtype).view(1, -1), bucket, keeps_rows=False)
+
+
+class Routes:
+    """The routes of one model on one rank. ``tables``: a list for tensors that kernels read, which live as long."""
+
+    def __init__(self, plan: Plan, group: Group, tables: list[Tensor]) -> None:
+        self.plan, self.group, self.tables = plan, group, tables
         self._made: dict[Hop, Route] = {}
         self._to_gather: dict[tuple[int, bool], list[Route]] = {}  # by bucket, and whether exactly
         # of weights that a rank gathers when it likes: made here, since two threads use it
@@ -144,18 +335,21 @@ class Routes:
         return self._made[hop]
 
     def _make(self, hop: Hop) -> Route:
-        if hop.way in self._makers:
-            return self._makers[hop.way](self, hop)
         sharers, plan = self.group.shard, self.plan
         match hop.way:
             case Way.ALONE:
                 return Alone()
             case Way.MESSAGES:
                 return Messages(sharers.of_level(hop.among), hop, is_native=plan.reduce == "native")
-        raise AssertionError(f"zc.compile has handed over no way to travel by {hop.way.value}")
-
-
-MakeRoute = Callable[[Routes, Hop], Route]
+            case Way.MEMORY:
+                return Memory(sharers)
+            case Way.SHARDS:
+                return Shards(sharers)
+            case Way.ENCODED:
+                return Encoded(sharers.of_level(hop.among), plan, sharers.rank, self.tables)
+            case Way.REPLICAS:
+                assert self.group.replicas is not None, "the plan has replicas"
+                return Replicas(self.group.replicas)
 
 
 def add_rows(total: Sum, rows: Tensor, bucket: Bucket, *, keeps_rows: bool = True) -> None:

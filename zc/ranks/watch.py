@@ -38,16 +38,17 @@ import time
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from pathlib import Path
+from typing import NamedTuple, Protocol
 
 import torch.distributed as dist
 
 from zc import torch_private
 from zc.errors import RankLostError, RankMismatchError, ZcError
 from zc.log import log
+from zc.machine import machine_id
 from zc.ranks import process
 from zc.ranks.journal import STANDS_S, TICK_S, Journal, Record, Trail, Wait
-from zc.ranks.process import Store, collective_of_the_caller, has_ended, publish_process
 
 IDLE_S = 3.0  # others wait and this rank does not: then it collects garbage, and after twice as long again
 LOST_CONNECTION_S = 6.0  # patience with a silent rank that has ended, or after the network has reported an error
@@ -57,6 +58,16 @@ _LEFT = "its program has called torch.distributed.destroy_process_group()"
 _RAISED = "a backward raised there, and its program has called nothing of zc's since"
 _WATCHES: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[Watch]] = weakref.WeakKeyDictionary()
 _ALL: weakref.WeakSet[Watch] = weakref.WeakSet()  # also of groups that the program has destroyed
+
+
+class Store(Protocol):
+    """The methods of torch.distributed's stores that never block."""
+
+    def set(self, key: str, value: str) -> None: ...
+    def get(self, key: str) -> bytes: ...
+    def check(self, keys: list[str]) -> bool: ...
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes: ...
+    def delete_key(self, key: str) -> bool: ...
 
 
 class Watch:
@@ -475,3 +486,51 @@ def _advice(places: Iterable[Place]) -> str:
         return f"Let all ranks run the same backwards and updates, in one order; {FORWARDS}. {JOIN}"
     advice = f"Every rank must make this call, or none: {', '.join(words for _, words in calls)}"
     return advice if all(name for name, _ in calls) else f"{advice}. {JOIN}"
+
+
+def publish_process(store: Store, rank: int) -> None:
+    """Tells the others which process ``rank``, this one, is."""
+    store.set(f"process/{rank}", json.dumps(_this_process()))
+
+
+def has_ended(store: Store, rank: int) -> bool:
+    """Whether the process of ``rank`` has ended. False also where the kernel can't say: another host, or no access.
+    (Its connections do not always show it: a child that it forked, such as a data loader's worker, keeps them open.)"""
+    key = f"process/{rank}"
+    fields: list[str] = json.loads(store.get(key)) if store.check([key]) else []
+    if not fields or fields[:1] != _this_process()[:1]:
+        return False
+    try:
+        state, start_time = _state(fields[1])
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    except OSError:  # this process may not look
+        return False
+    return state in "ZX" or start_time != fields[2]  # killed and not yet waited for; or another process has its PID
+
+
+def collective_of_the_caller() -> str | None:
+    """The call into torch.distributed that the main thread is in, and the line that made it."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    inside = None
+    while frame is not None:
+        if str(frame.f_globals.get("__name__", "")).startswith("torch.distributed"):
+            inside = inside if frame.f_code.co_name == "wrapper" else frame.f_code.co_name  # a decorator of torch's
+        elif inside is not None:
+            return f"torch.distributed.{inside} ({os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno})"
+        frame = frame.f_back
+    return None
+
+
+def _this_process() -> list[str]:
+    """[boot and PID namespace, PID, start time]; empty where the system does not say."""
+    try:
+        return [f"{machine_id()} {os.readlink('/proc/self/ns/pid')}", str(os.getpid()), _state("self")[1]]
+    except OSError:
+        return []
+
+
+def _state(number: str) -> tuple[str, str]:
+    """The third and the 22nd field of proc(5)'s stat."""
+    fields = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
+    return fields[0], fields[19]

@@ -30,7 +30,7 @@ from zc.planning.packing import ParamSpec
 from zc.planning.plan import PLACEMENTS, Plan, Topology, flat, usable
 from zc.planning.residency import plan_residency
 from zc.planning.traits import TRAITS, counted_names, num_states
-from zc.prepare import RANKS, plan_for
+from zc.prepare import plan_for
 from zc.registry import COMPILED
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ def plan(
     hosts = flat(world_size) if ranks_per_host is None else Topology(world_size // ranks_per_host, ranks_per_host)
     topology = _topology_of_replica(hosts, num_replicas, ranks_per_host)
     types = {spec.device.type for spec in specs}
-    topology = usable(topology, config.reduce, types, has_levels=RANKS.open_levels is not None)
+    topology = usable(topology, config.reduce, types)
 
     frozen = sum(param.nbytes for param in model.parameters() if not param.requires_grad)
     with compiled.runtime.weights.named_plainly() if compiled is not None else nullcontext():
@@ -167,7 +167,7 @@ def plan(
 
 
 def _topology_of_replica(hosts: Topology, num_replicas: int, ranks_per_host: int | None) -> Topology:
-    """Which of the ranks that share the state are on one host, as `zc.ranks.replicas.split` has it."""
+    """Which of the ranks that share the state are on one host, as `zc.ranks.group` has it."""
     if num_replicas == 1:
         return replace(hosts, reads_memory=ranks_per_host is not None)
     shard, on_host = hosts.world_size // num_replicas, ranks_per_host or 1
