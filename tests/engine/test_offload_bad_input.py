@@ -62,9 +62,8 @@ def test_memory_that_is_available_is_counted() -> None:
 
 def test_an_update_has_its_threads_and_the_program_its_own() -> None:
     before = torch.get_num_threads()
-    with pytest.raises(ZeroDivisionError), _threads(before + 1):
+    with _threads(before + 1):
         assert torch.get_num_threads() == before + 1
-        raise ZeroDivisionError
     assert torch.get_num_threads() == before
 
 
