@@ -33,6 +33,10 @@ ROOMS = {  # by name: where the source is, and the tests that should notice
     "compiler": ("zc/compiler", ("tests/backend", "tests/distributed", "tests/compatibility")),
     "optim": ("zc/optim", ("tests/distributed/test_flat_slices.py", "tests/engine", "tests/distributed")),
     "weights": ("zc/weights", ("tests/engine", "tests/distributed", "tests/compatibility")),
+    "ranks": ("zc/ranks", ("tests/ranks", "tests/proof/test_memory_protocol.py", "tests/distributed")),
+    "checkpoint": ("zc/checkpoint", ("tests/checkpoint", "tests/distributed")),
+    "offload": ("zc/offload", ("tests/engine", "tests/cuda", "tests/distributed/test_offload.py", "tests/distributed")),
+    "checking": ("zc/checking", ("tests/check",)),
 }
 LIMIT_S = 1800.0  # of the tests of one edit; what hangs is noticed
 TURNED: dict[type[ast.AST], type[ast.AST]] = {

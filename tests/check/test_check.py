@@ -32,7 +32,8 @@ from zc import __main__
 from zc.checking.check import Progress, needs_of
 from zc.checking.loop import Loop, steps_of
 from zc.checking.reference import Reference
-from zc.checking.values import Randomness, digest, joined, packed, unpacked
+from zc.checking.report import Report, Worst
+from zc.checking.values import Randomness, copied, digest, joined, packed, unpacked
 from zc.config import Config
 from zc.ranks.group import ranks_of
 
@@ -240,6 +241,21 @@ def _untouched(rank: int, world_size: int) -> list[str]:
 
 def test_model_optimizer_and_random_numbers_are_untouched() -> None:
     assert run_ranks(_untouched, 2) == [[], []]
+
+
+def test_a_copy_of_an_optimizer_has_its_own_functions_and_the_classs_step() -> None:
+    model = planted.Net()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)  # wraps step
+    optimizer.own_rule = mean_square  # type: ignore[attr-defined]
+    _, twin = copied(model, optimizer)
+    assert "step" in vars(optimizer) and "step" not in vars(twin) and twin.own_rule is mean_square
+
+
+def test_json_has_no_infinity() -> None:
+    report = Report(1, 1, 1, {}, worst={"eager": {"loss": Worst(float("inf"))}})
+    worst = json.loads(report.to_json(), parse_constant=pytest.fail)["worst"]["eager"]["loss"]
+    assert worst["ratio"] == "inf"
 
 
 class Fails:

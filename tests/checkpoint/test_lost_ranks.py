@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,10 @@ def _stopped(rank: int, world_size: int, what: str, how: int, folder: Path) -> A
             os.kill(pids[1], signal.SIGCONT)
     if how == signal.SIGKILL:
         raise AssertionError(": ".join(said))  # a result would wait for rank 1's
+    for thread in threading.enumerate():
+        if thread.name == "zc call":  # in it DCP goes on
+            thread.join(20)
+            assert not thread.is_alive()
     return said
 
 

@@ -15,7 +15,7 @@ from torch import nn
 import zc
 from zc import checks, machine
 from zc.errors import PlanError
-from zc.offload.host_step import HostStep
+from zc.offload.host_step import HostStep, _threads
 
 
 def compiled(**options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -58,6 +58,13 @@ def test_threads_leave_the_other_ranks_their_processors(monkeypatch: pytest.Monk
 def test_memory_that_is_available_is_counted() -> None:
     nbytes = machine.available_nbytes()
     assert nbytes is None or 2**20 < nbytes < 2**50
+
+
+def test_an_update_has_its_threads_and_the_program_its_own() -> None:
+    before = torch.get_num_threads()
+    with _threads(before + 1):
+        assert torch.get_num_threads() == before + 1
+    assert torch.get_num_threads() == before
 
 
 def test_cpu_only_works_and_says_that_it_saves_nothing() -> None:
