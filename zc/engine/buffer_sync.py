@@ -16,7 +16,7 @@ gloo drops a message that the receiver has not asked for. It sends a copy, in ho
 message before an update is marked as the last. So ranks that call the model more often than rank 0 keep their buffers
 until the next update. Ranks that call it less often catch up at the boundary. DDP hangs in both cases. If rank 0
 had no forward in an update, its data may have ended: then its buffers go to the ranks that have trained, and a rank
-without a forward keeps its own. Where the loop calls ``model.forward(x)``, or parts of the model, the buffers that these
+without a forward keeps its own. Where the loop calls ``model.forward(x)``, or parts of the model, the buffers that they
 wrote tell rank 0 so: it sends them at the boundary, and the others take them there.
 
 Buffers on a GPU travel after the last message, by a broadcast in the group that carries the weights. All ranks issue it
