@@ -87,7 +87,7 @@ def _loop(
             optimizer.zero_grad()
             optimizer.step()
         optimizer.step()
-        if how in ("evaluates", "writes after a step of nothing"):
+        if how in ("evaluates", "writes after a step of nothing", "averages"):
             optimizer.step()  # it finishes no backward, and the next forward is still the first
         optimizer.zero_grad()
         if how.startswith("writes"):

@@ -99,7 +99,7 @@ class BufferSync(Part):
                 packed = _pack(buffers)
                 self.core.group.broadcast_(packed)
                 self._take(packed, buffers)
-        if self._is_first:  # no forward is sure to come: the loop may go on as in this update
+        if self._is_first and self._for_whom == _EVERY_RANK:  # this update had no forward, and the next may have none
             self.take_received()
         self._was_due = self._stays_due
         if not self._is_first or self._for_whom == _EVERY_RANK:  # else this rank's last forward was before this update
