@@ -72,10 +72,12 @@ def _loop(
 ) -> Any:
     """Three updates, as ``how`` says, and what evaluations between and after them give."""
     seen: list[Tensor] = []
+    call = call.forward if how == "calls forward" else call  # type: ignore[attr-defined]
     for step in range(3):
         for m in range(3):
             x, y = _batch(rank, step, m)
-            with no_sync() if how == "skips" or (how == "no_sync" and m < 2) else contextlib.nullcontext():
+            is_held_back = how == "skips" or (how in ("no_sync", "calls forward") and m < 2)
+            with no_sync() if is_held_back else contextlib.nullcontext():
                 loss = F.mse_loss(call(x), y)
                 if how == "looks":  # at itself, in training mode and without gradients
                     with torch.no_grad():
@@ -85,7 +87,7 @@ def _loop(
             optimizer.zero_grad()
             optimizer.step()
         optimizer.step()
-        if how in ("evaluates", "writes after a step of nothing"):
+        if how in ("evaluates", "writes after a step of nothing", "averages"):
             optimizer.step()  # it finishes no backward, and the next forward is still the first
         optimizer.zero_grad()
         if how.startswith("writes"):
@@ -114,7 +116,7 @@ def _loop(
 
 
 HOWS = ("plain", "no_sync", "skips", "looks", "evaluates", "writes", "writes and evaluates",
-        "writes after a step of nothing", "averages")
+        "writes after a step of nothing", "averages", "calls forward")
 MODELS = {"batch_norm": batch_norm, "codebook": Codebook}
 
 

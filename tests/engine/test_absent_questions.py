@@ -3,6 +3,7 @@ refused by name. This file runs as a program of its own, since a read that is le
 
 from __future__ import annotations
 
+import copy
 import json
 import subprocess
 import sys
@@ -173,6 +174,16 @@ def test_in_a_forward_a_question_gathers_nothing_and_a_view_is_one_of_values() -
     nn.init.ones_(net.last.weight)
     zc.compile(net, torch.optim.SGD(net.parameters(), lr=0.1), stage=3, backend="eager", bucket_nbytes=16)
     assert net(torch.ones(2, 4)).equal(torch.full((2, 4), 3.0)) and nbytes == [0]
+    zc.close(net)
+
+
+def test_a_layer_called_by_itself_may_read_its_weights_in_a_hook_of_its_own() -> None:
+    """hifi-gan's loop calls its discriminators, parts of what the optimizer trains."""
+    x = torch.ones(2, 4)
+    layer = nn.utils.spectral_norm(nn.Linear(4, 3))
+    net, expected = nn.ModuleList([layer]), copy.deepcopy(layer)(x)
+    zc.compile(net, torch.optim.SGD(net.parameters(), lr=0.1), stage=3, backend="eager")
+    assert layer(x).equal(expected)
     zc.close(net)
 
 

@@ -16,7 +16,8 @@ gloo drops a message that the receiver has not asked for. It sends a copy, in ho
 message before an update is marked as the last. So ranks that call the model more often than rank 0 keep their buffers
 until the next update. Ranks that call it less often catch up at the boundary. DDP hangs in both cases. If rank 0
 had no forward in an update, its data may have ended: then its buffers go to the ranks that have trained, and a rank
-without a forward keeps its own.
+without a forward keeps its own. Where the loop calls ``model.forward(x)``, or parts of the model, the buffers that they
+wrote tell rank 0 so: it sends them at the boundary, and the others take them there.
 
 Buffers on a GPU travel after the last message, by a broadcast in the group that carries the weights. All ranks issue it
 after the boundary's announcement and reductions, since collectives of one communicator need one order on all ranks. A
@@ -86,6 +87,7 @@ class BufferSync(Part):
     def send_last(self) -> None:
         """Called at the boundary of an update, before rank 0 has waited for any rank."""
         if self.core.group.rank == 0:
+            self._is_due |= self._is_first and self._was_due and bool(self._written())
             self._exchange(is_last=True)
 
     def receive_all(self) -> None:
@@ -97,6 +99,8 @@ class BufferSync(Part):
                 packed = _pack(buffers)
                 self.core.group.broadcast_(packed)
                 self._take(packed, buffers)
+        if self._is_first and self._for_whom == _EVERY_RANK:  # this update had no forward, and the next may have none
+            self.take_received()
         self._was_due = self._stays_due
         if not self._is_first or self._for_whom == _EVERY_RANK:  # else this rank's last forward was before this update
             self._as_they_were = self._now() if self._was_due else {}

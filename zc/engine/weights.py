@@ -78,7 +78,7 @@ class Weights(Part):
         # drop, or a head for each task, nearly every update would have another one
         self._programs: Programs = {}
         self.hooks: list[RemovableHandle] = []  # on modules
-        self._on_modules: list[tuple[str, Callable[..., Any]]] = []  # method of a module that installs it, and the hook
+        self._on_modules: list[Callable[[nn.Module], RemovableHandle]] = []  # each installs one hook
         self._hooked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     @property
@@ -100,7 +100,7 @@ class Weights(Part):
         for module in model.modules() if self._on_modules else ():
             if module not in self._hooked:
                 self._hooked.add(module)
-                self.hooks += [getattr(module, install)(hook) for install, hook in self._on_modules]
+                self.hooks += [install(module) for install in self._on_modules]
 
     def call_of(self, module: nn.Module, call: Callable[..., Any] | None) -> Callable[..., Any] | None:
         """What runs in place of ``call``, the compiled forward of ``module``. None: its own forward."""

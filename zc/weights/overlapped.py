@@ -96,9 +96,12 @@ class OverlappedWeights(Weights):
         self._num_late: Counter[str] = Counter()  # forwards by such a frame
         synchronize = weakly(self.synchronize)
         wait = torch_private.only_eager(lambda *_: synchronize())
-        self._on_modules = [("register_state_dict_pre_hook", wait), ("register_load_state_dict_pre_hook", wait)]
+        self._on_modules = [
+            partial(nn.Module.register_state_dict_pre_hook, hook=wait),
+            partial(nn.Module.register_load_state_dict_pre_hook, hook=wait),
+        ]
         if not core.plan.kinds:  # in a model with blocks Dynamo would compile each module that has this one
-            self._on_modules.append(("register_forward_pre_hook", wait))
+            self._on_modules.append(partial(nn.Module.register_forward_pre_hook, hook=wait, prepend=True))
 
     @property
     def order(self) -> GatherOrder:

@@ -41,12 +41,14 @@ class ShardedWeights(Weights):
         super().__init__(core)
         core.accumulators.on_take = self.take
         self._states = states = StateDicts(self)
+        before = torch_private.only_eager(weakly(self._before_module))
         self._on_modules = [
-            ("register_forward_pre_hook", torch_private.only_eager(weakly(self._before_module))),
-            ("register_state_dict_pre_hook", weakly(states.begin_read)),
-            ("register_state_dict_post_hook", weakly(states.end_read)),
-            ("register_load_state_dict_pre_hook", weakly(states.begin_load)),
-            ("register_load_state_dict_post_hook", weakly(states.end_load)),
+            # the first, since a hook of the module's own may read its weights, as torch's spectral_norm does
+            partial(nn.Module.register_forward_pre_hook, hook=before, prepend=True),
+            partial(nn.Module.register_state_dict_pre_hook, hook=weakly(states.begin_read)),
+            partial(nn.Module.register_state_dict_post_hook, hook=weakly(states.end_read)),
+            partial(nn.Module.register_load_state_dict_pre_hook, hook=weakly(states.begin_load)),
+            partial(nn.Module.register_load_state_dict_post_hook, hook=weakly(states.end_load)),
         ]
         self.managed = ManagedParams(self, core.plan.why_sharded)
         self._uses = WeightUses(core)
