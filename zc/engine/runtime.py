@@ -187,7 +187,7 @@ class Runtime(Core):
         brings none announces nothing: autograd has to see all of its gradients, or this is torch.autograd.grad, in
         which other ranks may run no graph at all."""
         counts = self.agreement.token_counts
-        is_told = self.plan.num_ranks == 1 or not self.current_plan.reduces or self.agreement.has_proposal
+        is_told = self.plan.num_ranks == 1 or not self.current_plan.reduces or self.agreement.proposal is not None
         if (is_told and counts.is_in_backward) or (program is not None and not program.gradients):
             return
         # An outer backward announces an inner one: on other ranks it may have brought something before the inner one.
@@ -270,7 +270,7 @@ class Runtime(Core):
         self._reduce(self.agreement.end(self.deposits.kept), is_boundary=self.is_boundary)
         if self.deposits.kept:
             self.deposits.clone()
-        self.agreement.token_counts.end_backward()
+        self.agreement.token_counts.is_in_backward = False
         if self.config.backend != "eager" and not self.programs:
             self.say_once("nothing of the model was compiled: every gradient came in through its parameter's hook")
         self.listener.gradients_ready()
@@ -289,7 +289,7 @@ class Runtime(Core):
 
     def _cut_short(self) -> None:
         """Reduces what all ranks have agreed to reduce in a backward that did not end on this one: others wait."""
-        if self.agreement.has_proposal and self.group.can_exchange:
+        if self.agreement.proposal is not None and self.group.can_exchange:
             self.streams.join_main()  # each reduction that was issued has begun, and is counted
             self._reduce(self.agreement.cut_short(), is_boundary=self.is_boundary)
 
@@ -539,7 +539,7 @@ class Runtime(Core):
         if is_all:  # with all gradients, those of a backward that raised are dropped
             self._cleared_since_failure.clear()
             self.backwards.clear()
-            self.agreement.token_counts.end_backward()
+            self.agreement.token_counts.is_in_backward = False
             self.deposits.reduced.clear()
             if self._phase is Phase.FAILED:
                 self._phase = Phase.OPEN
@@ -563,7 +563,6 @@ class Runtime(Core):
         step = self.ledger.step
         step.num_reductions, step.nbytes_moved = self.accumulators.pop_counts()
         step.nbytes_sent, step.exposed_s = self.group.take_nbytes_sent(), exposed_s
-        step.waits = self.agreement.pop_waits()
         self.ledger.close_step()
         self.streams.clock.end_step(len(self.ledger.graphs), exposed_s)
         if self.ledger.num_steps == 1:
