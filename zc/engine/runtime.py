@@ -426,7 +426,7 @@ class Runtime(Core):
         ``param.grad``; at a boundary refuses what else was (`param_checks.check`). Raises ZcError if some of the others
         may hold a part of a backward that raised."""
         flags = self.agreement.has_grad
-        cleared, assigned = self._changes()
+        cleared, assigned = param_checks.changes(self.plan, flags, self.params, self.sharded_grads)
         if is_boundary and (assigned or self.frozen):
             names = [self.plan.buckets[bucket].slots[slot].name for bucket, slot in assigned]
             with torch_private.without_torch_function():
@@ -466,10 +466,6 @@ class Runtime(Core):
                     "update's last microbatch, and would be divided by the tokens as well: assign what is made of the "
                     "finished gradients, after a read of one"
                 )
-
-    def _changes(self) -> param_checks.Changes:
-        with torch_private.without_torch_function():  # faster: parameters may be watched
-            return param_checks.changes(self.plan, self.agreement.has_grad, self.params, self.sharded_grads)
 
     def _take_values(self, assigned: Sequence[Where]) -> None:
         """Takes over the sharded values among these parameters' ``.grad``. Finished gradients are replaced at once.
@@ -524,7 +520,8 @@ class Runtime(Core):
         self.group.record_call("drop gradients (zero_grad)", shared=False)
         buckets = self.plan.of_optimizer(optimizer)
         if not set_to_none:  # what was assigned becomes zeros, too
-            self._take_values(self._changes().assigned)
+            changes = param_checks.changes(self.plan, self.agreement.has_grad, self.params, self.sharded_grads)
+            self._take_values(changes.assigned)
         self._cut_short()
         self._join_gradients()
         self.streams.hand_to_main(self.buffers.gradients(buckets) if set_to_none else ())
