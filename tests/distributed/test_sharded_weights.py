@@ -271,6 +271,18 @@ def outside(weight: Tensor) -> Tensor:
     return weight.sum(0)
 
 
+def test_what_eager_code_reads_lies_where_it_was_gathered() -> None:
+    """Each parameter has a storage of its own there, and no copy."""
+    net = nn.Sequential(nn.Linear(DIM, DIM), nn.Linear(DIM, 4))
+    zc.compile(net, torch.optim.SGD(net.parameters(), lr=0.1), stage=3, backend="eager")
+    net(torch.ones(2, DIM))
+    (bucket,) = sharded(net).runtime.plan.buckets
+    params = dict(net.named_parameters())
+    with torch_private.without_torch_function():
+        assert len({params[slot.name].data_ptr() - 4 * slot.offset for slot in bucket.slots}) == 1
+        assert all(param.untyped_storage().nbytes() == param.nbytes for param in params.values())
+
+
 def evaluates_whole(rank: int, world_size: int, backend: str) -> list[list[float]]:
     """Job: losses of ranks that exchange messages, without and with an evaluation on rank 0 between two updates."""
     losses: list[list[float]] = []
