@@ -213,12 +213,12 @@ def fingerprint(model: nn.Module, config: Config, assignment: Assignment) -> lis
 
 def features_of(plan: Plan, config: Config) -> Features:
     """Those of a model with this plan."""
-    from zc.weights import OPERATIONS, make_weights  # late: these are the longest chains of imports
+    from zc.weights import make_weights  # late: these are the longest chains of imports
 
     return Features(
         pipelines(in_place=config.write_in_place, prove=config.verify, windows=bool(plan.sharded)),
         make_weights,
-        {**owners.OPERATIONS, **OPERATIONS},
+        owners.OPERATIONS,
         owners.gather_whole,
         make_agreement=Announcements if plan.num_ranks > 1 else Agreement,
     )

@@ -138,8 +138,8 @@ def needed_by_autograd(params: Mapping[str, torch.nn.Parameter]) -> frozenset[st
     nodes = _leaves_below(torch._C._current_autograd_node())
     own = {name: nodes.pop(id(param)) for name, param in params.items() if id(param) in nodes}
     free = {name for name, runs in zip(own, _which_run(own.values()), strict=True) if runs}
-    # a parameter may have been frozen since the forward
-    free = {name for name in free if (param := params[name]).requires_grad and not param._backward_hooks}
+    with without_torch_function():  # faster: parameters may be watched. One may have been frozen since the forward
+        free = {name for name in free if (param := params[name]).requires_grad and not param._backward_hooks}
     counts = list(map(sys.getrefcount, own.values()))  # two loops in C, as each backward asks for all parameters
     if counts.count(_count_alone()) < len(counts):
         by_name = zip(own.items(), counts, strict=True)

@@ -10,6 +10,7 @@ import torch
 
 from zc.config import Config
 from zc.engine.announcements import Announcements
+from zc.engine.ledger import Ledger
 from zc.planning.packing import ParamSpec, make_plan
 from zc.planning.plan import Plan, flat
 
@@ -48,7 +49,7 @@ class State:
 def announcements() -> tuple[Announcements, State, Ranks]:
     specs = [ParamSpec(name, (64,), torch.float32, torch.device("cpu")) for name in "abcd"]
     state, ranks = State(make_plan(specs, Config(bucket_nbytes=512), flat(2))), Ranks()
-    core: Any = SimpleNamespace(accumulators=state, group=ranks)
+    core: Any = SimpleNamespace(accumulators=state, group=ranks, ledger=Ledger())
     return Announcements(core), state, ranks
 
 

@@ -15,13 +15,13 @@ import struct
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from zc.engine.ledger import Waits, Where
+from zc.engine.ledger import Where
 from zc.errors import ZcError
 
 if TYPE_CHECKING:
     from zc.engine.core import Core
     from zc.engine.operations import MayReduce
-    from zc.planning.plan import Bucket, Plan
+    from zc.planning.plan import Bucket
 
 
 class Agreement:
@@ -31,24 +31,17 @@ class Agreement:
     def __init__(self, core: Core) -> None:
         self._accs = core.accumulators
         self.has_grad = self._no_grads()  # by bucket and slot: some rank has a gradient
-        self.token_counts = TokenCounts(self.plan.num_optimizers)
+        self.token_counts = TokenCounts(self._accs.plan.num_optimizers)
+        self.proposal: object | None = None  # of the backward that runs; None: none that reduces and others know of
         self._dropped: set[Where] = set()  # parameters whose gradients were dropped one by one, each once
-
-    @property
-    def plan(self) -> Plan:
-        return self._accs.plan
+        self._num_cleared = 0  # times that gradients were dropped since the last boundary: a loop counts once
 
     def grow(self) -> None:
         """The plan has more buckets now; the first ones are those of before."""
         self.has_grad += self._no_grads()[len(self.has_grad) :]
-        self.token_counts.grow(self.plan.num_optimizers)
+        self.token_counts.grow(self._accs.plan.num_optimizers)
 
     # --- a backward ---
-
-    @property
-    def has_proposal(self) -> bool:
-        """Whether a backward that reduces runs on this rank, and other ranks know of it."""
-        return False
 
     def begin(self, source: str, buckets: Sequence[int] | None, grads: frozenset[Where], *, is_boundary: bool) -> None:
         """A backward begins with ``source``, a program or "hooks", which will reduce ``buckets`` (None: any) and surely
@@ -96,7 +89,7 @@ class Agreement:
     def drop(self, dropped: Collection[Where], *, set_to_none: bool) -> list[int]:
         """The gradients of some parameters were dropped, or made zeros. Returns the optimizers of which this was the
         last gradient that this rank knows of: with them go those of other ranks."""
-        had_one = {self.plan.buckets[bucket].optimizer for bucket, slot in dropped if self.has_grad[bucket][slot]}
+        had_one = {self._accs.plan.buckets[bucket].optimizer for bucket, slot in dropped if self.has_grad[bucket][slot]}
         for bucket, slot in dropped:
             if not self._dropped or (bucket, slot) in self._dropped:
                 self._begin_drops()
@@ -108,10 +101,11 @@ class Agreement:
         """Gradients are dropped all together, or the first one in a loop over parameters is, however many of them have
         one here."""
         self._dropped.clear()
+        self._num_cleared += 1
 
     def _has_dropped_all_of(self, optimizer: int) -> bool:
         """Whether each gradient of this optimizer is among those that were dropped, or made zeros, one by one."""
-        for bucket in self.plan.of_optimizer(optimizer):
+        for bucket in self._accs.plan.of_optimizer(optimizer):
             for slot, has_grad in enumerate(self.has_grad[bucket.index]):
                 if has_grad and (bucket.index, slot) not in self._dropped:
                     return False
@@ -130,18 +124,13 @@ class Agreement:
         ``is_last``: no gradient is to come before the update. Raises ZcError where `zc.count` was not called once for
         each backward."""
         if is_last:
-            self.token_counts.agree([self.token_counts.row()] * self.plan.num_ranks)
-        return [] if self.plan.num_ranks == 1 else sorted(unreduced), False
-
-    def pop_waits(self) -> Waits:
-        """Since the last call: how long the issuing thread has waited for other ranks' answers, inside of backwards, at
-        their ends and at boundaries."""
-        return {}
+            self.token_counts.agree([self.token_counts.row()] * self._accs.plan.num_ranks)
+        return [] if self._accs.plan.num_ranks == 1 else sorted(unreduced), False
 
     # --- flags ---
 
     def _no_grads(self) -> list[list[bool]]:
-        return [[False] * len(bucket.slots) for bucket in self.plan.buckets]
+        return [[False] * len(bucket.slots) for bucket in self._accs.plan.buckets]
 
     def _add_grads(self, flags: bytes) -> None:
         """``flags``: one byte a parameter, in the order of the plan, and perhaps more behind."""
@@ -187,7 +176,7 @@ class TokenCounts:
     def __init__(self, num_optimizers: int) -> None:
         self._totals = [Totals()] * num_optimizers
         self._is_scaled = [False] * num_optimizers  # the gradients are the mean over tokens already
-        self.is_in_backward = False  # one that is counted
+        self.is_in_backward = False  # an outermost one, which is counted; until it ends, or all gradients are dropped
         # by optimizer, of the boundary that all ranks have come to; empty where none of them has counted
         self.scales: list[float | None] = []
 
@@ -221,10 +210,6 @@ class TokenCounts:
             )
         self.is_in_backward = True
         self._totals = [totals._replace(num_backwards=totals.num_backwards + 1) for totals in self._totals]
-
-    def end_backward(self) -> None:
-        """The outermost backward has ended; or it has raised, and all gradients were dropped."""
-        self.is_in_backward = False
 
     def clear(self, optimizers: Sequence[int]) -> None:
         """All gradients of these optimizers were dropped, or made zeros."""

@@ -47,7 +47,7 @@ import torch
 
 from zc.engine import param_checks
 from zc.engine.agreement import Agreement
-from zc.engine.ledger import Waits, Where
+from zc.engine.ledger import Where
 from zc.errors import ZcError
 from zc.planning.plan import Bucket, Plan
 
@@ -79,11 +79,6 @@ class _Proposal:
     full: list[int] = field(default_factory=list)  # buckets that were full so far, in order
     num_issued: int = 0  # of `buckets`, those whose reduction is issued, or about to be
 
-    def is_next(self, full: Sequence[int]) -> bool:
-        """Whether buckets have come in the proposed order so far, and these, too."""
-        stop = self.num_issued + len(full)
-        return self.num_issued == len(self.full) and self.buckets[self.num_issued : stop] == list(full)
-
     def not_issued(self) -> list[int]:
         """The buckets that all ranks have proposed and this one has not reduced."""
         return self.buckets[self.num_issued :] if self.announcement.is_same() else []
@@ -95,10 +90,9 @@ class Announcements(Agreement):
 
     def __init__(self, core: Core) -> None:
         super().__init__(core)
-        self._group = core.group
-        self._num_cleared = 0  # times that gradients were dropped since the last boundary: a loop counts once
+        self._group, self._ledger = core.group, core.ledger
         self._reduced = self._no_grads()  # those that are in every rank's sums
-        self._proposal: _Proposal | None = None  # of the backward that runs; None: none that reduces
+        self.proposal: _Proposal | None = None
         self._last_order: dict[str, list[int]] = {}  # by source: the buckets that came in the last backward
         self._names: tuple[Plan, list[int], str] | None = None  # of the buckets of the last proposal, in that plan
         self._first = self._firsts()
@@ -106,7 +100,6 @@ class Announcements(Agreement):
         # by optimizer: how many reductions the sums of its parameters hold, and a checksum of which announcements made
         # them and which gradients were dropped since
         self._in_sums: dict[int, tuple[int, int]] = {}
-        self._waits: Waits = {"inside": [], "at its end": [], "at the boundary": []}
 
     def grow(self) -> None:
         super().grow()
@@ -120,44 +113,41 @@ class Announcements(Agreement):
 
     # --- a backward ---
 
-    @property
-    def has_proposal(self) -> bool:
-        return self._proposal is not None
-
     def begin(self, source: str, buckets: Sequence[int] | None, grads: frozenset[Where], *, is_boundary: bool) -> None:
-        records = self.plan.buckets
+        records = self._accs.plan.buckets
         proposed = self._last_order.get(source, list(range(len(records)) if buckets is None else buckets))
-        if self._names is None or self._names[0] is not self.plan or self._names[1] != proposed:
+        if self._names is None or self._names[0] is not self._accs.plan or self._names[1] != proposed:
             names = (f"{b} ({records[b].slots[0].name}, ...)" for b in proposed)
-            self._names = self.plan, proposed, ", ".join(names)
+            self._names = self._accs.plan, proposed, ", ".join(names)
         what = f"reduce buckets {self._names[2]}{'' if is_boundary else ' in a microbatch'}"
-        self._proposal = _Proposal(self.announce(what, self._flags(grads)), source, proposed, is_boundary)
+        self.proposal = _Proposal(self.announce(what, self._flags(grads)), source, proposed, is_boundary)
 
     def permission(self, buckets: Sequence[int]) -> MayReduce | None:
         """What waits for the other ranks' proposals."""
         if not buckets:
             return None
-        if self._proposal is None:
+        proposal = self.proposal
+        if proposal is None:
             return _never
-        is_next = self._proposal.is_next(buckets)
-        self._proposal.full += buckets
-        if not is_next:
+        is_in_order = proposal.num_issued == len(proposal.full)  # so far
+        proposal.full += buckets
+        if not is_in_order or proposal.full != proposal.buckets[: len(proposal.full)]:
             return _never
-        self._proposal.num_issued += len(buckets)
-        return self._proposal.announcement.may_reduce
+        proposal.num_issued += len(buckets)
+        return proposal.announcement.may_reduce
 
     @property
     def agreed(self) -> MayReduce | None:
         """It counts reductions in the open backward, so that `cut_short` knows them."""
-        return self._proposal.announcement.may_reduce if self._proposal is not None else None
+        return self.proposal.announcement.may_reduce if self.proposal is not None else None
 
     def differs(self) -> bool:
-        return self._proposal is not None and not self._proposal.announcement.is_same()
+        return self.proposal is not None and not self.proposal.announcement.is_same()
 
     def rest(self, unreduced: Collection[int]) -> list[int]:
         """What all ranks have proposed and this one has not reduced. The next backward that begins in the same way
         proposes what this one had."""
-        proposal = self._proposal
+        proposal = self.proposal
         if proposal is None:
             return []
         issued = proposal.buckets[: proposal.num_issued] if proposal.announcement.is_same() else []
@@ -168,7 +158,7 @@ class Announcements(Agreement):
 
     def end(self, unreduced: Collection[int]) -> list[int]:
         """After a backward outside of no_sync `has_grad` is the same on all ranks."""
-        proposal, self._proposal = self._proposal, None
+        proposal, self.proposal = self.proposal, None
         reduced, flags = list[int](), self._accs.touched_flags()
         in_sums: Collection[int] = ()  # buckets whose gradients are all in every rank's sums
         is_complete = False  # the flags are those of all ranks
@@ -176,8 +166,8 @@ class Announcements(Agreement):
             begun = proposal.announcement
             is_agreed = begun.is_same()
             if is_agreed:
-                self._add_to_sums(begun)
-                in_sums = set(range(len(self.plan.buckets))).difference(unreduced)
+                self._note_in_sums(f"announcement {begun.number}")
+                in_sums = set(range(len(self._accs.plan.buckets))).difference(unreduced)
             is_complete = proposal.is_boundary and begun.all_flags(len(flags))
             if not is_agreed or (proposal.is_boundary and not is_complete):
                 ended = self._announce_end(self._flags(unreduced=unreduced), is_boundary=proposal.is_boundary)
@@ -185,7 +175,7 @@ class Announcements(Agreement):
                 if ended.is_same():
                     reduced, _ = self._split(flags)
                 if reduced:
-                    self._add_to_sums(ended)
+                    self._note_in_sums(f"announcement {ended.number}")
                     in_sums = {*in_sums, *reduced}
         if is_complete:  # all ranks have the same flags, and the sums hold the gradients that they name
             self._reduced = self._by_bucket(flags, self._reduced)
@@ -198,7 +188,7 @@ class Announcements(Agreement):
 
     def cut_short(self) -> list[int]:
         """A compiled graph may have raised between two of its reductions."""
-        proposal, self._proposal = self._proposal, None
+        proposal, self.proposal = self.proposal, None
         if proposal is None:
             return []
         proposal.num_issued = proposal.announcement.num_started
@@ -211,32 +201,31 @@ class Announcements(Agreement):
         for bucket in buckets:
             self._in_sums.pop(bucket.optimizer, None)
             self._reduced[bucket.index] = [False] * len(bucket.slots)
-        self._proposal = None
+        self.proposal = None
 
     def drop(self, dropped: Collection[Where], *, set_to_none: bool) -> list[int]:
         """As after `clear`, no later announcement matches one that another rank made earlier. If one rank alone drops a
         gradient that all ranks have reduced, the boundary raises."""
         for bucket, slot in dropped:
             if self._reduced[bucket][slot]:
-                self._note_in_sums(bucket, slot, "dropped")
+                self._note_in_sums(f"{(bucket, slot)} is dropped", bucket)
             self._reduced[bucket][slot] = False
         return super().drop(dropped, set_to_none=set_to_none)
-
-    def _begin_drops(self) -> None:
-        super()._begin_drops()
-        self._num_cleared += 1
 
     def assign(self, assigned: Collection[Where]) -> None:
         """A rank that does so alone is named at the next boundary."""
         for bucket, slot in assigned:
-            self._note_in_sums(bucket, slot, "assigned")
+            self._note_in_sums(f"{(bucket, slot)} is assigned", bucket)
         super().assign(assigned)
 
-    def _note_in_sums(self, bucket: int, slot: int, what: str) -> None:
-        """A parameter's gradient is not what the reductions made of it: other ranks are to do the same."""
-        optimizer = self.plan.buckets[bucket].optimizer
-        count, checksum = self._in_sums.get(optimizer, (0, 0))
-        self._in_sums[optimizer] = count, plus(checksum, f"{(bucket, slot)} is {what} after {count} reductions")
+    def _note_in_sums(self, what: str, bucket: int | None = None) -> None:
+        """The sums of an optimizer's gradients hold something else: that of a parameter in ``bucket`` is not what the
+        reductions made of it, and other ranks are to do the same. None: an announcement has reduced into all sums."""
+        plan, is_reduced = self._accs.plan, bucket is None
+        for optimizer in range(plan.num_optimizers) if bucket is None else (plan.buckets[bucket].optimizer,):
+            count, checksum = self._in_sums.get(optimizer, (0, 0))
+            added = zlib.crc32(f"{what} after {count} reductions".encode())
+            self._in_sums[optimizer] = count + is_reduced, (checksum + added) % 2**32
 
     def boundary(self, unreduced: Collection[int], *, by_grad: bool, is_last: bool) -> tuple[list[int], bool]:
         """From then on the accumulators know which parameters have a gradient on any rank. Raises RankMismatchError if
@@ -251,14 +240,14 @@ class Announcements(Agreement):
         flags = announcement.flags()
         buckets, is_by_grad = self._split(flags)
         if is_by_grad and not announcement.is_equal(_GRADS):  # on all ranks, and nothing has changed
-            raise ZcError(param_checks.grads_differ(self.plan, own_grads, self._by_bucket(flags, own_grads)))
+            raise ZcError(param_checks.grads_differ(self._accs.plan, own_grads, self._by_bucket(flags, own_grads)))
         if is_last:
             self.token_counts.agree(announcement.totals())
         self._num_cleared = 0
         is_alone = announcement.number == self._last_boundary + 1
         self._last_boundary = announcement.number
         if buckets:
-            self._add_to_sums(announcement)
+            self._note_in_sums(f"announcement {announcement.number}")
         # the flags are those of all ranks here
         self.has_grad = self._by_bucket(flags, self.has_grad)
         self._reduced = self._by_bucket(flags, self._reduced)
@@ -280,12 +269,6 @@ class Announcements(Agreement):
         if journal is not None:
             journal.begin_update()
 
-    def pop_waits(self) -> Waits:
-        waits = {kind: list(seconds) for kind, seconds in self._waits.items()}
-        for seconds in self._waits.values():
-            seconds.clear()
-        return waits
-
     # --- one exchange ---
 
     def announce(self, what: str, flags: bytearray, grads: int = 0) -> Announcement:
@@ -295,8 +278,8 @@ class Announcements(Agreement):
         self._group.record_call(what)
         sums = zlib.crc32(repr(sorted(self._in_sums.items())).encode())
         return Announcement(
-            self._group, self._num_announced, what, sums, grads, self._num_cleared, flags, self._waits,
-            self.token_counts.row(),
+            self._group, self._num_announced, what, sums, grads, self._num_cleared, flags,
+            self._ledger.step.waits, self.token_counts.row(),
         )  # fmt: skip
 
     def _announce_end(self, flags: bytearray, *, is_boundary: bool) -> Announcement:
@@ -321,14 +304,8 @@ class Announcements(Agreement):
     def _split(self, flags: bytes) -> tuple[list[int], bool]:
         """What `_flags` has behind the parameters: the buckets that some rank still has to reduce, by number, and
         whether a ``param.grad`` was read. (`_by_bucket` has the parameters.)"""
-        start = -1 - len(self.plan.buckets)
+        start = -1 - len(self._accs.plan.buckets)
         return [k for k, flag in enumerate(flags[start:-1]) if flag], bool(flags[-1])
-
-    def _add_to_sums(self, announcement: Announcement) -> None:
-        """What this announcement reduced is in the sums."""
-        for optimizer in range(self.plan.num_optimizers):
-            count, checksum = self._in_sums.get(optimizer, (0, 0))
-            self._in_sums[optimizer] = count + 1, plus(checksum, f"announcement {announcement.number}")
 
 
 def _never(*, starts: bool = False) -> bool:
@@ -438,8 +415,3 @@ def raise_sums_differ(group: Group, sums: Sequence[tuple[int, int]]) -> None:
         "Clear them on all ranks or on none, and by optimizer.zero_grad(): where a rank had no gradient yet, zc can't "
         "see that its .grad was set to None",
     )
-
-
-def plus(checksum: int, text: str) -> int:
-    """``checksum`` with ``text`` added, in whatever order texts are added."""
-    return (checksum + zlib.crc32(text.encode())) % 2**32

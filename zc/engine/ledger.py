@@ -49,7 +49,7 @@ class Step:
     nbytes_sent: Counter[str] = field(default_factory=Counter)
     nbytes_moved: dict[str, int] = field(default_factory=dict)
     exposed_s: float | None = None
-    waits: Waits = field(default_factory=dict)
+    waits: Waits = field(default_factory=lambda: {"inside": [], "at its end": [], "at the boundary": []})
     num_page_faults: int | None = None
 
 

@@ -208,6 +208,10 @@ def copy_to_device(accs: Accumulators, bucket: int, dst: str, src: str) -> None:
 # --- weights ---
 
 
+def take_weights(accs: Accumulators, places: Sequence[tuple[int, int]]) -> list[Tensor]:
+    return accs.on_take(places)
+
+
 def gather(
     accs: Accumulators,
     bucket: int,
@@ -242,7 +246,7 @@ TABLE: dict[type[Op], Function] = {
     spec.Deposit: deposit,
     spec.Reduce: reduce, spec.Take: take, spec.Finish: finish,
     spec.StageShard: stage_shard, spec.CopyToHost: copy_to_host, spec.CopyToDevice: copy_to_device,
-    spec.Gather: gather, spec.Publish: publish,
+    spec.TakeWeights: take_weights, spec.Gather: gather, spec.Publish: publish,
 }  # fmt: skip
 
 

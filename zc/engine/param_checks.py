@@ -173,7 +173,9 @@ def _has_bytes(tensor: Tensor) -> bool:
 
 def refuse_accumulate_hooks(params: Mapping[str, nn.Parameter], name_now: Callable[[str], str]) -> None:
     """Raises ZcError for a post-accumulate-grad hook that is not ours."""
-    for name, count in zip(params, torch_private.num_accumulate_hooks(params.values()), strict=True):
+    with torch_private.without_torch_function():  # faster: parameters may be watched
+        counts = torch_private.num_accumulate_hooks(params.values())
+    for name, count in zip(params, counts, strict=True):
         if count > 1:  # one is ours
             raise ZcError(
                 f"{name_now(name)} has a post-accumulate-grad hook: it would find no gradient, since zc has moved it "
@@ -217,15 +219,16 @@ def changes(
 ) -> Changes:
     """``flags``: which parameters have a gradient. ``grads``: the ``.grad`` of each that zc has set."""
     found = Changes([], [])
-    for bucket, of_bucket in zip(plan.buckets, flags, strict=True):
-        for k, slot in enumerate(bucket.slots):
-            if slot.is_left:
-                continue
-            grad = params[slot.name].grad
-            if grad is None and of_bucket[k]:
-                found.cleared.append((bucket.index, k))
-            elif grad is not None and grad is not grads[slot.name]:
-                found.assigned.append((bucket.index, k))
+    with torch_private.without_torch_function():  # faster: parameters may be watched
+        for bucket, of_bucket in zip(plan.buckets, flags, strict=True):
+            for k, slot in enumerate(bucket.slots):
+                if slot.is_left:
+                    continue
+                grad = params[slot.name].grad
+                if grad is None and of_bucket[k]:
+                    found.cleared.append((bucket.index, k))
+                elif grad is not None and grad is not grads[slot.name]:
+                    found.assigned.append((bucket.index, k))
     return found
 
 

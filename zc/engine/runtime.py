@@ -187,7 +187,7 @@ class Runtime(Core):
         brings none announces nothing: autograd has to see all of its gradients, or this is torch.autograd.grad, in
         which other ranks may run no graph at all."""
         counts = self.agreement.token_counts
-        is_told = self.plan.num_ranks == 1 or not self.current_plan.reduces or self.agreement.has_proposal
+        is_told = self.plan.num_ranks == 1 or not self.current_plan.reduces or self.agreement.proposal is not None
         if (is_told and counts.is_in_backward) or (program is not None and not program.gradients):
             return
         # An outer backward announces an inner one: on other ranks it may have brought something before the inner one.
@@ -270,7 +270,7 @@ class Runtime(Core):
         self._reduce(self.agreement.end(self.deposits.kept), is_boundary=self.is_boundary)
         if self.deposits.kept:
             self.deposits.clone()
-        self.agreement.token_counts.end_backward()
+        self.agreement.token_counts.is_in_backward = False
         if self.config.backend != "eager" and not self.programs:
             self.say_once("nothing of the model was compiled: every gradient came in through its parameter's hook")
         self.listener.gradients_ready()
@@ -289,7 +289,7 @@ class Runtime(Core):
 
     def _cut_short(self) -> None:
         """Reduces what all ranks have agreed to reduce in a backward that did not end on this one: others wait."""
-        if self.agreement.has_proposal and self.group.can_exchange:
+        if self.agreement.proposal is not None and self.group.can_exchange:
             self.streams.join_main()  # each reduction that was issued has begun, and is counted
             self._reduce(self.agreement.cut_short(), is_boundary=self.is_boundary)
 
@@ -426,7 +426,7 @@ class Runtime(Core):
         ``param.grad``; at a boundary refuses what else was (`param_checks.check`). Raises ZcError if some of the others
         may hold a part of a backward that raised."""
         flags = self.agreement.has_grad
-        cleared, assigned = self._changes()
+        cleared, assigned = param_checks.changes(self.plan, flags, self.params, self.sharded_grads)
         if is_boundary and (assigned or self.frozen):
             names = [self.plan.buckets[bucket].slots[slot].name for bucket, slot in assigned]
             with torch_private.without_torch_function():
@@ -466,10 +466,6 @@ class Runtime(Core):
                     "update's last microbatch, and would be divided by the tokens as well: assign what is made of the "
                     "finished gradients, after a read of one"
                 )
-
-    def _changes(self) -> param_checks.Changes:
-        with torch_private.without_torch_function():  # faster: parameters may be watched
-            return param_checks.changes(self.plan, self.agreement.has_grad, self.params, self.sharded_grads)
 
     def _take_values(self, assigned: Sequence[Where]) -> None:
         """Takes over the sharded values among these parameters' ``.grad``. Finished gradients are replaced at once.
@@ -524,7 +520,8 @@ class Runtime(Core):
         self.group.record_call("drop gradients (zero_grad)", shared=False)
         buckets = self.plan.of_optimizer(optimizer)
         if not set_to_none:  # what was assigned becomes zeros, too
-            self._take_values(self._changes().assigned)
+            changes = param_checks.changes(self.plan, self.agreement.has_grad, self.params, self.sharded_grads)
+            self._take_values(changes.assigned)
         self._cut_short()
         self._join_gradients()
         self.streams.hand_to_main(self.buffers.gradients(buckets) if set_to_none else ())
@@ -539,7 +536,7 @@ class Runtime(Core):
         if is_all:  # with all gradients, those of a backward that raised are dropped
             self._cleared_since_failure.clear()
             self.backwards.clear()
-            self.agreement.token_counts.end_backward()
+            self.agreement.token_counts.is_in_backward = False
             self.deposits.reduced.clear()
             if self._phase is Phase.FAILED:
                 self._phase = Phase.OPEN
@@ -563,7 +560,6 @@ class Runtime(Core):
         step = self.ledger.step
         step.num_reductions, step.nbytes_moved = self.accumulators.pop_counts()
         step.nbytes_sent, step.exposed_s = self.group.take_nbytes_sent(), exposed_s
-        step.waits = self.agreement.pop_waits()
         self.ledger.close_step()
         self.streams.clock.end_step(len(self.ledger.graphs), exposed_s)
         if self.ledger.num_steps == 1:

@@ -227,10 +227,9 @@ class ThreadStreams(Streams):
         return None if fence is None else fence.error
 
     def join_main(self) -> None:
-        fences = {}
-        for name, lane in self._lanes.items():
-            fences[name] = _Fence()
-            lane.put(fences[name])
+        fences = {name: _Fence() for name, lane in self._lanes.items() if not lane.is_idle}
+        for name, fence in fences.items():
+            self._lanes[name].put(fence)
         for fence in fences.values():
             self.wait_for(fence.reached)
         for name in fences:

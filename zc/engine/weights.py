@@ -231,11 +231,15 @@ class Weights(Part):
         for bucket in of_masters:
             core.buffers.remember_shard(bucket)
         some = None if len(buckets) == len(plan.buckets) else frozenset(buckets)
-        differs = plan.buckets[0].sends_differences  # all are alike
-        gather = self._gather(is_exact=is_exact and differs)
+        kind = "gather"
+        if is_exact and plan.buckets[0].sends_differences:  # all are alike
+            kind, plan = "gather exactly", plan.exact_gathers()
+        if (kind, None) not in self._programs:  # the schedule that gathers all buckets
+            graph = gather_graph(plan, range(len(plan.buckets)))
+            self._programs[kind, None] = self._build("gather", plan, graph)
         try:
             with core.streams.on_calling_thread() if self._waits_at_once else nullcontext():
-                gather([], core.streams, buckets=some)
+                self._programs[kind, None]([], core.streams, buckets=some)
         except RuntimeError:
             raise
         except BaseException:  # Ctrl-C, or what a signal's handler raises: the program may go on, and read the weights
@@ -275,14 +279,6 @@ class Weights(Part):
         """Parameters are plain ones again, with bytes of their own or those of a bucket."""
 
     # --- schedules ---
-
-    def _gather(self, *, is_exact: bool) -> Program:
-        """The schedule that gathers all buckets."""
-        kind = "gather exactly" if is_exact else "gather"
-        if (kind, None) not in self._programs:
-            plan = self.core.plan.exact_gathers() if is_exact else self.core.plan
-            self._programs[kind, None] = self._build("gather", plan, gather_graph(plan, range(len(plan.buckets))))
-        return self._programs[kind, None]
 
     def _build(self, kind: str, plan: Plan, graph: fx.Graph) -> Program:
         return self.core.build(graph, plan, name=f"{kind}_{len(self._programs)}")

@@ -414,7 +414,7 @@ def last_step(runtime: Runtime) -> str:
         rows.append(f"exposed wait: the calling thread waited {step.exposed_s * 1e3:.1f} ms for exchanges")
     else:
         rows.append("exposed wait: not measured on the host (one rank, or a device that waits by itself)")
-    if step.waits:
+    if plan.num_ranks > 1:
         waits = (f"{len(s)} {where} ({sum(s) * 1e3:.1f} ms)" for where, s in step.waits.items())
         rows.append(f"waits of the calling thread for what other ranks announce of a backward: {', '.join(waits)}")
     if step.num_page_faults is not None and plan.buckets[0].device.type == "cpu":

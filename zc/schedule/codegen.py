@@ -2,17 +2,19 @@
 
     def schedule(v, streams, ops):
         on, record, wait = streams.run_on, streams.record, streams.wait
-        on('compute', lambda: put(v, ('getitem',), ops.segment('segment_0', [v.pop('primals_1'), v['tangents_1']])))
+        on('compute', lambda: v.update(zip(('getitem',), ops.segment('segment_0', [v.pop('primals_1')]), strict=True)))
         on('compute', lambda: ops.flatten_cast(0, 'flat_grad[0]', (0,), [v.pop('getitem')]))
         record('e0', 'compute')
         wait('e0', 'comm')
         on('comm', lambda: ops.reduce(0, 'acc[0]', 'flat_grad[0]'))
 
 ``v`` holds the values by name. A value leaves it at its last use in program order, in the list that the segment gets,
-so that the segment can free it. Values that the output returns stay.
+so that the segment can free it. Values that the output returns stay. `ReadWeights` and `FreeWeights` are no statements:
+they stand for the reads of the graphs around them, so that the proof sees these.
 
 With ``plan``, each statement that is no event goes through ``named``, with its node, its stream, and its name in traces
-and NVTX: stream, kind, bucket. `zc.engine.ledger` has such a function::
+and NVTX: stream, kind, bucket; so does the moment at which weights are read or free. `zc.engine.ledger` has such a
+function::
 
         on('comm', named('gather', 'comm', 'zc comm | gather bucket 1 (2.bias, ...)', lambda: ops.gather(1, ...)))
 """
@@ -25,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from torch import fx
 
 from zc.schedule.nodes import is_getitem, item_of, kind_of, maker, ops, results, stream_of
-from zc.schedule.spec import BucketOp, Op, ReadWeights, RecordEvent, Segment, WaitEvent
+from zc.schedule.spec import BucketOp, FreeWeights, Op, ReadWeights, RecordEvent, Segment, WaitEvent
 
 if TYPE_CHECKING:
     from zc.planning.plan import Plan
@@ -46,7 +48,7 @@ def load(graph: fx.Graph, plan: Plan | None = None) -> list[Any]:
     schedule."""
     last, functions = _last_uses(graph), []
     for piece in pieces(graph):
-        namespace: dict[str, Any] = {"put": _put}
+        namespace: dict[str, Any] = {}
         exec(compile(_function(piece, last, plan), "<zc schedule>", "exec"), namespace)
         functions.append(namespace["schedule"])
     return functions
@@ -65,6 +67,8 @@ def _function(nodes: Sequence[tuple[fx.Node, Op]], last: LastUses, plan: Plan | 
                 lines.append(f"    record({event!r}, {stream!r})")
             case WaitEvent(event):
                 lines.append(f"    wait({event!r}, {stream!r})")
+            case ReadWeights() | FreeWeights() if plan is None:
+                pass
             case _:
                 task = f"lambda: {_call(node, op, last)}"
                 if plan is not None:
@@ -94,13 +98,9 @@ def _trace_name(node: fx.Node, op: Op, plan: Plan) -> str:
     return name
 
 
-def _put(values: dict[str, Any], names: Sequence[str | None], results: Sequence[Any]) -> None:
-    for name, item in zip(names, results, strict=True):
-        if name is not None:
-            values[name] = item
-
-
 def _call(node: fx.Node, op: Op, last: LastUses) -> str:
+    if isinstance(op, ReadWeights | FreeWeights):
+        return "None"
     if isinstance(op, Segment):
         args = [repr(op.key), f"[{', '.join(_show(n, node, last) for n in op.inputs)}]"]
     else:
@@ -110,9 +110,10 @@ def _call(node: fx.Node, op: Op, last: LastUses) -> str:
         returned = results(node)
         names: list[str | None] = [None] * (1 + max(map(item_of, returned), default=-1))
         for item in returned:
-            if item.users:  # nobody would take it out again
+            if item.users:
                 names[item_of(item)] = item.name
-        return f"put(v, {tuple(names)!r}, {call})"
+        update = f"v.update(zip({tuple(names)!r}, {call}, strict=True))"
+        return f"({update}, v.pop(None))" if None in names else update  # else it would stay there
     return call
 
 

@@ -281,7 +281,7 @@ class ShardedWeights(Weights):
             return
         self.passes.end()
         core.streams.join_main()
-        core.buffers.drop_arena()
+        core.buffers.rest_arena()
 
     def before_writes(self) -> None:
         """All ranks call it before masters or shards are written: no rank reads a shard from here on."""
@@ -306,6 +306,8 @@ class ShardedWeights(Weights):
 
     def unshard(self) -> None:
         self.adopt_writes()
+        if not self.passes.is_passing:
+            self.core.buffers.drop_arena()
         self.whole.unshard(self.core.sharded_buckets, is_exact=True)
 
     @torch.no_grad()
@@ -401,36 +403,32 @@ class ModelPasses(Part):
     @contextmanager
     def forward(self) -> Iterator[None]:
         """The model's forward runs inside: compiled code finds plain parameters."""
-        is_part = self.is_unsharded or torch_private.current_graph_task() != -1  # of a use that has begun, a backward
-        with nullcontext() if is_part else self.managed.used("a forward"), self._forward():
-            yield
-
-    @contextmanager
-    def _forward(self) -> Iterator[None]:
         core = self.core
+        is_part = self.is_unsharded or torch_private.current_graph_task() != -1  # of a use that has begun, a backward
         is_outer = self._depth == 0 and not self.is_unsharded
-        if is_outer:
-            core.unset.check("a forward")
-            core.group.record_call("a forward", shared=False)
-            self._begin()
-            if self.is_one_graph:
-                if self.may_break:
-                    self._is_trial = True
-                    self._whole.unshard(core.sharded_buckets)
-                self.managed.release()
-        before, has_grad = set(self._whole.buckets), torch.is_grad_enabled()
-        self._depth += 1
-        try:
-            with self._watching_dynamo() if is_outer and self.is_one_graph else nullcontext():
-                yield
-        finally:
-            self._depth -= 1
+        with nullcontext() if is_part else self.managed.used("a forward"):
             if is_outer:
-                if not has_grad:
-                    self.end()
-                    self._whole.reshard_unwritten(self._whole.buckets.keys() - before)
-                    core.buffers.drop_arena()
-                self.make_absent()
+                core.unset.check("a forward")
+                core.group.record_call("a forward", shared=False)
+                self._begin()
+                if self.is_one_graph:
+                    if self.may_break:
+                        self._is_trial = True
+                        self._whole.unshard(core.sharded_buckets)
+                    self.managed.release()
+            before, has_grad = set(self._whole.buckets), torch.is_grad_enabled()
+            self._depth += 1
+            try:
+                with self._watching_dynamo() if is_outer and self.is_one_graph else nullcontext():
+                    yield
+            finally:
+                self._depth -= 1
+                if is_outer:
+                    if not has_grad:
+                        self.end()
+                        self._whole.reshard_unwritten(self._whole.buckets.keys() - before)
+                        core.buffers.rest_arena()
+                    self.make_absent()
 
     def note_uncompiled(self) -> None:
         """A module runs as it is. Inside a forward that is to be compiled nothing else need tell: the limit of

@@ -27,7 +27,7 @@ from zc.planning.plan import Bucket
 from zc.schedule.buffer import Buffer
 from zc.schedule.nodes import put
 from zc.schedule.spec import Publish, gather_node
-from zc.weights.param import give_bytes, is_held_elsewhere
+from zc.weights.param import is_held_elsewhere
 from zc.weights.state_dicts import write_value
 
 if TYPE_CHECKING:
@@ -76,8 +76,11 @@ class WholeParams(Part):
                     core.buffers.encoded.append(flat)
                 with torch.inference_mode(False), torch.no_grad(), torch_private.without_torch_function():
                     for slot, param in core.params_in(bucket):
-                        whole.empty[slot.name] = give_bytes(param)
-                        param.data.copy_(in_shape(flat[slot.offset : slot.stop], slot))
+                        whole.empty[slot.name], values = param.data, flat[slot.offset : slot.stop]
+                        # what the caller may keep, or what is compared with how it came, gets memory of its own
+                        is_apart = is_exact or whole.encoded is not None
+                        own = values.clone() if is_apart else torch_private.own_storage(values)
+                        param.data = in_shape(own, slot)
                         whole.versions[slot.name] = torch_private.version(param)
                 self.buckets[index] = whole
         for index in buckets if is_exact else ():
