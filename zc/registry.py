@@ -51,7 +51,7 @@ def persistent_nbytes(model: nn.Module) -> dict[str, int]:
     """Bytes that this rank holds for the model, by kind, counted from the tensors themselves.
 
     Those of gradients (acc, flat_grad, scratch) exist from a backward until the gradients are set to None; whole_grad
-    during an update, arena while weights are read (on a CPU from then on), sum while a reduction sums.
+    during an update, arena while weights are read, sum while a reduction sums.
     """
     sharded_model = sharded(model)
     runtime = sharded_model.runtime

@@ -30,9 +30,8 @@ from torch.optim import SGD
 import zc
 from zc import __main__
 from zc.checking.check import Progress, needs_of
-from zc.checking.loop import Loop, steps_of
+from zc.checking.loop import Loop, Report, Worst, steps_of
 from zc.checking.reference import Reference
-from zc.checking.loop import Report, Worst
 from zc.checking.values import Randomness, copied, digest, joined, packed, unpacked
 from zc.config import Config
 from zc.ranks.group import ranks_of

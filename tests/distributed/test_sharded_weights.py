@@ -172,11 +172,6 @@ def test_a_use_that_reads_more_than_the_cap_gets_what_it_reads() -> None:
                 net(torch.randn(2, DIM, generator=seeded(update))).square().sum().backward()
                 optimizer.step()
                 optimizer.zero_grad()
-        arena = sharded(net).runtime.buffers.arena
-        # from pass to pass on a CPU: malloc would fetch each page of it anew
-        assert [each.numel() for each in arena] == ([2176] if options["stage"] == 3 else [])
-        with zc.whole_parameters(net):
-            assert not arena
         weights.append(zc.full_state_dict(net))
     assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
     said = [str(one.message) for one in caught if "weight_nbytes" in str(one.message)]

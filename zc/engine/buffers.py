@@ -7,8 +7,7 @@ the ``zero_grad`` that sets gradients to None, the others always::
                                      (stage 3: nothing; parameters have bytes while they are read)
     weight        S * param_dtype    stage 3: this rank's shard of the weights; also the master, if as wide
     frozen        S * param_dtype    stage 3, or shard_frozen: this rank's shard of the frozen parameters
-    arena         weight_cap         there: gathered weights, at most, while a forward or backward runs; on a CPU from
-                                     the first one on, but not while all weights are whole
+    arena         weight_cap         there: gathered weights, at most, while a forward or backward runs
     master_shard  S * acc_dtype      only where param_dtype is narrower than acc_dtype; for an optimizer that reads
                                      whole parameters, the parameters that this rank owns (`zc.planning.layout`)
     acc           S (stage 2) or P (stage 1) * acc_dtype
@@ -181,15 +180,9 @@ class Buffers:
         return self.master_shard[bucket.index].detach()[inside], elements
 
     def make_arena(self, nbytes: int) -> None:
-        """Room for gathered weights. Lifetime: until `rest_arena` or `drop_arena`, called when no stream uses it."""
+        """Room for gathered weights. Lifetime: until `drop_arena`, called when no stream uses it."""
         if not self.arena or self.arena[0].numel() < nbytes:
             self.arena[:] = [empty(nbytes, torch.uint8, self.plan.buckets[0].device)]
-
-    def rest_arena(self) -> None:
-        """No pass runs: others may have a device's memory meanwhile. On a CPU the arena stays. malloc would return so
-        much to the system, and each page of the next one would come by a fault, at three times the time of its copy."""
-        if self.plan.buckets[0].device.type != "cpu":
-            self.arena.clear()
 
     def drop_arena(self) -> None:
         self.arena.clear()

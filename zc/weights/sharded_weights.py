@@ -281,7 +281,7 @@ class ShardedWeights(Weights):
             return
         self.passes.end()
         core.streams.join_main()
-        core.buffers.rest_arena()
+        core.buffers.drop_arena()
 
     def before_writes(self) -> None:
         """All ranks call it before masters or shards are written: no rank reads a shard from here on."""
@@ -306,8 +306,6 @@ class ShardedWeights(Weights):
 
     def unshard(self) -> None:
         self.adopt_writes()
-        if not self.passes.is_passing:
-            self.core.buffers.drop_arena()
         self.whole.unshard(self.core.sharded_buckets, is_exact=True)
 
     @torch.no_grad()
@@ -427,7 +425,7 @@ class ModelPasses(Part):
                     if not has_grad:
                         self.end()
                         self._whole.reshard_unwritten(self._whole.buckets.keys() - before)
-                        core.buffers.rest_arena()
+                        core.buffers.drop_arena()
                     self.make_absent()
 
     def note_uncompiled(self) -> None:

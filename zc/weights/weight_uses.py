@@ -164,7 +164,7 @@ class WeightUses(Part):
         else:
             program.run_piece(-1, core.streams)
         core.streams.join_main()
-        core.buffers.rest_arena()
+        core.buffers.drop_arena()
         if is_left:
             raise GeneratorExit
 
