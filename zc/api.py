@@ -115,8 +115,8 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
             overlap setting; "native": the backend's reduce-scatter in ``reduce_dtype``, not in float16.
         reduce_dtype: what travels between ranks; None: the parameters' dtype (stage 2), the accumulator's (stage 1).
             torch.int8: where they leave a host, 8-bit integers with a scale per 256 elements (docs/multinode.md);
-            inside one of several hosts, or among CPU ranks of one, everything is exact. Biases, norms and small
-            parameters stay exact everywhere.
+            inside one of several hosts, among CPU ranks of one that read each other's memory, and between replicas,
+            everything is exact. Biases, norms and small parameters stay exact everywhere.
         gather_dtype: torch.int8 or "int4": where weights leave a host, they travel as encoded differences to the
             weights that all ranks have; the rounding error stays in the fp32 masters for the next update. In stage 3
             the weights themselves are encoded, whenever a forward or backward gathers them. None: exact.

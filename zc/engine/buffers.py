@@ -89,9 +89,9 @@ class Buffers:
     (`free`), like plain PyTorch's gradients. The main stream calls both, and `free` after it has joined all other
     streams, so they need no record_stream unless the main stream has changed (`Streams.hand_to_main`). All other
     tensors live as long as the plan, but for gathered weights (`arena`, `whole`). A ring buffer holds one bucket's
-    gradient from its flatten_cast until the reduce or take that reads it; the schedule's events keep the next user away
-    until then. ``flat_param[b]`` never moves: it is the memory of its parameters, each with a storage of its own that
-    keeps it alive.
+    gradient from its flatten_cast, and in two levels by messages the host's sum after it, until the last reduce or take
+    that reads it; the schedule's events keep the next user away until then. ``flat_param[b]`` never moves: it is the
+    memory of its parameters, each with a storage of its own that keeps it alive.
 
     A new object has no tensors; `add` and `add_staging` allocate those that live as long as the plan. ``memory`` has
     those that a plan with offload keeps on the host.

@@ -174,8 +174,9 @@ FIRST_FROZEN = 100_000  # the number of the first bucket of frozen parameters (`
 class Bucket:
     """Parameters that are reduced together, all of one optimizer. A record, no tensors.
 
-    ``param_dtype`` is that of flat_param, ``reduce_dtype`` travels between ranks, ``acc_dtype`` is that of the
-    accumulator and of the master weights: fp32, or the parameters' own where that is wider.
+    ``param_dtype`` is that of flat_param, ``reduce_dtype`` that of flat_grad, which travels between ranks as it is or
+    encoded; ``acc_dtype`` is that of the accumulator and of the master weights: fp32, or the parameters' own where that
+    is wider.
     """
 
     index: int
@@ -503,8 +504,8 @@ def hops_to_reduce(plan: Plan) -> tuple[Hop, ...]:
 def hops_to_gather(plan: Plan, bucket: Bucket, *, is_exact: bool = False) -> tuple[Hop, ...]:
     """The hops of each gather of this bucket's weights, after an update or while they are read; with ``is_exact``, one
     that makes them equal to their masters. Ranks read each other's shards only where one hop brings all of them: in
-    stage 3 every rank gathers in an order of its own. A plan encodes only where bytes leave a host, so that no way is
-    by memory and encoded."""
+    stage 3 every rank gathers in an order of its own. A plan encodes nothing that ranks of one host read, so that no
+    way is by memory and encoded."""
     if plan.world_size == 1:
         return (Hop(Way.ALONE, Level.ALL, 1),)
     in_shards, topology, reads = plan.is_sharded(bucket), plan.topology, plan.topology.reads_memory

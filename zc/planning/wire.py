@@ -3,8 +3,9 @@
 With ``reduce_dtype=torch.int8`` gradients travel as 8-bit integers, with ``gather_dtype`` (torch.int8 or "int4")
 weights as differences: the owner of a shard encodes its masters minus the weights that all ranks have, and every rank,
 the owner included, adds the decoded difference. The rounding error stays in the master, for the next update. Bytes are
-encoded where they leave a host, or a rank whose host is not known. GPUs of one host alone encode among each other, too;
-inside one of several hosts, or of CPU ranks, nothing is. Stage 3 keeps no weights
+encoded where they leave a host, or a rank whose host is not known. Ranks of one host alone that exchange messages
+(GPUs, or ZC_HOST_MEMORY=0) encode among each other, too; inside one of several hosts, by memory, or between replicas
+nothing is. Stage 3 keeps no weights
 on all ranks, so each gather for a forward or backward encodes the weights themselves.
 
 A block of 256 elements has one scale. Slots begin at multiples of a block, and shards are whole blocks, so a block has

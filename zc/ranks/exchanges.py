@@ -23,8 +23,8 @@ from zc.errors import ZcError
 from zc.ranks import process
 from zc.ranks.journal import EXCHANGES, REDUCE, Entry, Journal
 
-# What the owners of whole parameters exchange: (rank, piece), ranks ascending. Pieces have any length, and are adjacent
-# in memory.
+# What the owners of whole parameters exchange, and encoded rows: (rank, piece), ranks ascending. Pieces have any
+# length, and are adjacent in memory.
 Pieces = Sequence[tuple[int, Tensor]]
 
 

@@ -1,5 +1,5 @@
-"""Ranks of one host on a CPU read each other's memory: their routes, which `zc.compile` hands over, the signals before
-and after each read, the sockets that carry these, and the reads. `find_hosts` finds out, once and on all ranks, which
+"""Ranks of one host on a CPU read each other's memory: the signals before and after each read, the sockets that carry
+these, and the reads. (`zc.ranks.routes` has their routes.) `find_hosts` finds out, once and on all ranks, which
 ranks share a host and whether they can read each other's memory. docs/proof.md says why nobody writes what another rank
 reads.
 

@@ -10,10 +10,10 @@ current stream runs afterwards meets such a read or write); shards of weights th
 given by `open`, and free when `close` returns. So the order of one rank's nodes is all that a proof needs,
 whatever the routes are (docs/proof.md).
 
-A reduction by messages is two calls, `take` and `finish`: the gradients are free before the sum is in its place, so the
-next bucket may fill their buffer. `Messages` sends in `take` and sums in `finish`; `Encoded` encodes in `take`, sends
-and sums in `finish`; `Replicas` sends and sums in `take`. Where ranks read memory, a sum and its reads are one call,
-`reduce`.
+A reduction by messages is two calls, `take` and `finish`: what was sent is free before the sum is in its place, so the
+next bucket may fill that buffer (where a host's sum comes back into it, after the next hop has taken that). `Messages`
+sends in `take` and sums in `finish`; `Encoded` encodes in `take`, sends and sums in `finish`; `Replicas` sends and sums
+in `take`. Where ranks read memory, a sum and its reads are one call, `reduce`.
 """
 
 from __future__ import annotations
@@ -290,6 +290,7 @@ class Replicas(Route):
         self.ranks.all_to_all(rows, sent, bucket.index).wait()
         pieces = rearrange(rows, "(replica piece) -> replica piece", replica=self.ranks.world_size)
         add_rows(Sum(piece), pieces, bucket, keeps_rows=False)
+        # into the bytes of `rows`, which have been summed
         self.ranks.all_gather(out, piece, GATHER_SUMS, bucket.index).wait()
 
     def finish(self, bucket: Bucket, scratch: Tensor, total: Sum) -> None:
