@@ -41,7 +41,9 @@ from zc.ranks.exchanges import Work
 if TYPE_CHECKING:
     from zc.engine.runtime import Runtime
 
-_NOBODY, _EVERY_RANK, _WHO_HAS_TRAINED = range(3)  # for whom rank 0 sends its buffers
+# For whom rank 0 sends its buffers. The last: it had no forward, but its buffers were written
+_NOBODY, _WHO_HAS_TRAINED, _EVERY_RANK, _EVERY_RANK_AT_ONCE = range(4)
+_FOR_ALL = (_EVERY_RANK, _EVERY_RANK_AT_ONCE)
 _WHAT = "the buffers of rank 0 (zc.compile(broadcast_buffers=False) leaves each rank its own)"
 _TOGETHER = (
     "Write buffers on all ranks, and rank 0's values count; or call zc.compile(broadcast_buffers=False). "
@@ -87,7 +89,6 @@ class BufferSync(Part):
     def send_last(self) -> None:
         """Called at the boundary of an update, before rank 0 has waited for any rank."""
         if self.core.group.rank == 0:
-            self._is_due |= self._is_first and self._was_due and bool(self._written())
             self._exchange(is_last=True)
 
     def receive_all(self) -> None:
@@ -99,10 +100,10 @@ class BufferSync(Part):
                 packed = _pack(buffers)
                 self.core.group.broadcast_(packed)
                 self._take(packed, buffers)
-        if self._is_first and self._for_whom == _EVERY_RANK:  # this update had no forward, and the next may have none
+        if self._is_first and self._for_whom == _EVERY_RANK_AT_ONCE:  # the next update may have no forward, either
             self.take_received()
         self._was_due = self._stays_due
-        if not self._is_first or self._for_whom == _EVERY_RANK:  # else this rank's last forward was before this update
+        if not self._is_first or self._for_whom in _FOR_ALL:  # else this rank's last forward was before this update
             self._as_they_were = self._now() if self._was_due else {}
         self._has_ended = self._is_due = self._has_trained = False
         self._for_whom, self._is_first = _NOBODY, True
@@ -159,7 +160,7 @@ class BufferSync(Part):
         them. ``written``: a buffer that was written, where it is the message that follows writes."""
         group, by_device = self.core.group, self._by_device()
         nbytes = sum(b.nbytes for buffers in by_device.values() for b in buffers)
-        for_whom = _EVERY_RANK if self._is_due else _NOBODY if self._has_trained else _WHO_HAS_TRAINED
+        for_whom = self._for_whom_now()
         stays_due = self._is_due or (self._is_first and self._was_due)  # an update without a forward changes nothing
         head = torch.tensor([is_last, for_whom, nbytes, bool(written), stays_due], device="cpu")
         if group.rank == 0:
@@ -190,7 +191,7 @@ class BufferSync(Part):
     def _compare_writes(self, written: str, *, rank_0_has_written: bool) -> None:
         """Raises RankMismatchError if this rank or rank 0 alone has written buffers before its first forward. A rank
         without one has nothing to compare."""
-        rank_0_had_none = self._has_ended and self._for_whom == _WHO_HAS_TRAINED
+        rank_0_had_none = self._has_ended and self._for_whom in (_WHO_HAS_TRAINED, _EVERY_RANK_AT_ONCE)
         if bool(written) == rank_0_has_written or rank_0_had_none or (self._is_first and not written):
             return
         rank = self.core.group.rank
@@ -198,9 +199,14 @@ class BufferSync(Part):
         text = f"{who} between two updates, and rank {other} has written none. {_TOGETHER}"
         raise self.core.group.failure(text)
 
+    def _for_whom_now(self) -> int:
+        if self._is_due or self._has_trained:
+            return _EVERY_RANK if self._is_due else _NOBODY
+        return _EVERY_RANK_AT_ONCE if self._is_first and self._was_due and self._written() else _WHO_HAS_TRAINED
+
     @property
     def _is_for_this_rank(self) -> bool:
-        return self.core.group.rank != 0 and (self._for_whom == _EVERY_RANK or self._has_trained)
+        return self.core.group.rank != 0 and (self._for_whom in _FOR_ALL or self._has_trained)
 
     def _take(self, packed: Tensor, buffers: list[Tensor]) -> None:
         if self._is_for_this_rank:
