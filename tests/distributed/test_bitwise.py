@@ -94,7 +94,6 @@ def test_bucket_size_overlap_and_ring(stage: int, backend: str) -> None:
     assert num_buckets[0] == 11 and 1 in num_buckets, "the sizes do differ"
 
 
-@full_only
 def test_bucket_size_and_overlap_of_blocks_in_bf16_under_inductor() -> None:
     """Inductor rounds to bf16 where a fused kernel ends. So the cuts may not depend on the bucket's size, which is half
     a block here, one, and four; nor on overlap_gather (ZC_TESTS=full). By default one rank: where a graph is cut does

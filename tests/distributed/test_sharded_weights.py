@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from harness import run_cases, run_ranks
 from models import seeded
-from tiers import FULL, full_cases
+from tiers import FULL
 from torch import Tensor, nn
 from training_runs import environment
 
@@ -96,7 +96,6 @@ def stages(rank: int, world_size: int, backend: str) -> list[str]:
 @pytest.mark.parametrize(
     ("world_size", "backend"), [(2, "aot_eager"), (3, "eager"), (1, "eager"), (2 if FULL else 1, "inductor")]
 )
-@full_cases("1-inductor")
 def test_the_bits_of_stage_2_for_every_cap(world_size: int, backend: str) -> None:
     assert run_ranks(stages, world_size, backend, timeout=300.0) == [[]] * world_size
 
