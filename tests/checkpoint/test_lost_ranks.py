@@ -55,9 +55,8 @@ def _stopped(rank: int, world_size: int, what: str, how: int, folder: Path) -> A
     if how == signal.SIGKILL:
         raise AssertionError(": ".join(said))  # a result would wait for rank 1's
     for thread in threading.enumerate():
-        if thread.name == "zc call":  # in it DCP goes on
+        if thread.name == "zc call" and rank == 0:  # in it DCP goes on, and would make the folder visible
             thread.join(20)
-            assert not thread.is_alive()
     return said
 
 
