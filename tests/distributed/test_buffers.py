@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from harness import run_ranks
 from models import batch_norm, seeded
 from oracle import weights
-from tiers import FULL, full_cases, full_only
+from tiers import FULL, full_only
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
@@ -144,7 +144,6 @@ def _against_ddp(rank: int, world_size: int, backend: str, stage: int, chosen: l
     [("eager", 1, ["batch_norm", "codebook"]), ("aot_eager", 2, ["codebook"]),
      pytest.param("inductor", 1, ["codebook"], marks=full_only)], ids=str,
 )  # fmt: skip
-@full_cases("eager-1-['batch_norm', 'codebook']")
 def test_buffers_and_what_reads_them_are_ddps(backend: str, stage: int, chosen: list[str]) -> None:
     """Several forwards an update, accumulation under no_sync, a forward without gradients between
     a forward and its backward, evaluations between updates. They were broadcast once, by zc.compile."""
