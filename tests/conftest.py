@@ -67,14 +67,14 @@ def pytest_collection() -> Generator[None, object, object]:
 @pytest.hookimpl(wrapper=True)
 def pytest_pycollect_makeitem(obj: object) -> Generator[None, object, object]:
     """Skips what `tiers.full_cases` names. All cases of a test come here, whichever were asked for."""
-    made = yield
+    items = yield
     marks = getattr(obj, "pytestmark", ()) if isinstance(obj, FunctionType) and not FULL else ()
     for mark in marks:
         if mark.name == "full_cases":
-            cases = {item.callspec.id: item for item in made}  # type: ignore[attr-defined]
+            cases = {item.callspec.id: item for item in items}  # type: ignore[attr-defined]
             for name in mark.args:
                 cases[name].add_marker(full_only)  # KeyError: no case has this name
-    return made
+    return items
 
 
 @pytest.fixture

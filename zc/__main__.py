@@ -48,8 +48,8 @@ def report() -> dict[str, str]:
     for index in range(torch.cuda.device_count()):
         props = torch.cuda.get_device_properties(index)
         devices.append(f"cuda:{index} ({props.name}, {props.total_memory / 2**30:.0f} GiB)")
-    known = ("gloo", "nccl", "mpi") if dist.is_available() else ()
-    backends = [name for name in known if getattr(dist, f"is_{name}_available")()]
+    names = ("gloo", "nccl", "mpi") if dist.is_available() else ()
+    backends = [name for name in names if getattr(dist, f"is_{name}_available")()]
     return {
         "zc": zc.__version__,
         "torch": str(torch.__version__),
@@ -107,8 +107,8 @@ def _start(ranks: int, arguments: Sequence[str]) -> int:
     env = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks)), **os.environ}
     with tempfile.TemporaryDirectory(prefix="zc-check-") as folder:
         status = Path(folder, "status")
-        own = ["-m", "zc", "check", *arguments, "--status-file", str(status)]
-        subprocess.run([*launcher, *own], env=env, check=False)
+        command = ["-m", "zc", "check", *arguments, "--status-file", str(status)]
+        subprocess.run([*launcher, *command], env=env, check=False)
         return int(status.read_text()) if status.exists() else REFUSED
 
 
@@ -129,14 +129,14 @@ def _process_group() -> Iterator[None]:
 
 
 def _check_made(args: argparse.Namespace, *, is_first: bool) -> int:
-    made = _function(args.target)()
-    if not isinstance(made, dict) and len(made) != len(NAMES):
+    result = _function(args.target)()
+    if not isinstance(result, dict) and len(result) != len(NAMES):
         what = f"{', '.join(NAMES)}, or a dict of arguments"
-        raise PlanError(f"{args.target} returned {len(made)} things: let it return {what}")
-    given = made if isinstance(made, dict) else dict(zip(NAMES, made, strict=True))
-    own = {"updates": args.updates, "microbatches": args.microbatches, "progress": True}
+        raise PlanError(f"{args.target} returned {len(result)} things: let it return {what}")
+    arguments = result if isinstance(result, dict) else dict(zip(NAMES, result, strict=True))
+    defaults = {"updates": args.updates, "microbatches": args.microbatches, "progress": True}
     options = {name: value for name, value in (("stage", args.stage), ("backend", args.backend)) if value is not None}
-    report = zc.check(**{**own, **given, **options})
+    report = zc.check(**{**defaults, **arguments, **options})
     if is_first:
         print(report, flush=True)
         if args.json is not None:
@@ -151,12 +151,12 @@ def _function(target: str) -> Callable[[], Any]:
         if not Path(where).is_file():
             raise PlanError(f"{where} is no file: give the path of your script")
         sys.path.insert(0, str(Path(where).resolve().parent))
-        found = runpy.run_path(where).get(name)
+        value = runpy.run_path(where).get(name)
     else:
-        found = getattr(importlib.import_module(where), name, None)
-    if not callable(found):
+        value = getattr(importlib.import_module(where), name, None)
+    if not callable(value):
         raise PlanError(f"{where} has no function {name}: write one that returns step, model, optimizer and batches")
-    function: Callable[[], Any] = found
+    function: Callable[[], Any] = value
     return function
 
 

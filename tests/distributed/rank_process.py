@@ -158,7 +158,6 @@ def _serve(connection: Connection, stacks: str) -> None:
             # GIL, and joins a thread of it that may wait for the GIL (torch 2.13)
             groups = [_start_job(rank, store, world_size, timeout)]
             fn, args = pickle.loads(message)
-            freeze_what_stays()  # the modules of this job
             answer = pickle.dumps((True, _run(fn, rank, world_size, args)))
         except BaseException:  # noqa: BLE001  (whatever it is, it goes to the test that asked)
             is_fine, answer = False, pickle.dumps((False, traceback.format_exc()))

@@ -134,7 +134,7 @@ def test_ranks_see_states_alike(name: str, edit: Any) -> None:
 
 def _load_where_nothing_is(rank: int, world_size: int, path: Path) -> list[float]:
     """Counts after a load, and after one more update."""
-    model, given = nn.Linear(4, 5, bias=False), torch.ones(2, 4)
+    model, x = nn.Linear(4, 5, bias=False), torch.ones(2, 4)
     optimizer = torch.optim.Adafactor(model.parameters())
     zc.compile(model, optimizer, backend="eager")
     whole = {"state": {0: {"step": torch.tensor(7.0), "row_var": torch.zeros(5, 1), "col_var": torch.zeros(1, 4)}}}
@@ -143,7 +143,7 @@ def _load_where_nothing_is(rank: int, world_size: int, path: Path) -> list[float
     zc.save(path, model, optimizer)
     for load in (lambda: None, lambda: zc.load(path, model, optimizer)):
         load()
-        model(given).sum().backward()
+        model(x).sum().backward()
         optimizer.step()
         counts.append(float(optimizer.state[model.weight]["step"]))
     return counts

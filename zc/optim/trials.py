@@ -716,20 +716,20 @@ def mentions(cls: type[Optimizer], name: str) -> set[str]:
 def may_zero(cls: type[Optimizer]) -> bool:
     """Whether the code of its methods, or of a function of their modules that they name, mentions an operation by which
     gradients become zeros."""
-    found, seen = set[str](), set[Any]()
+    all_words, visited = set[str](), set[Any]()
     todo = [item for each in _own_classes(cls) for item in vars(each).values()]
     while todo:
         item = todo.pop()
         function = inspect.unwrap(item) if isinstance(item, FunctionType) else None
-        if not isinstance(function, FunctionType) or function in seen:
+        if not isinstance(function, FunctionType) or function in visited:
             continue
-        seen.add(function)
+        visited.add(function)
         if function.__globals__.get("__name__", "").startswith("torch."):
             continue
         words = set(_words(function.__code__))
-        found |= words
+        all_words |= words
         todo += [function.__globals__[word] for word in words if word in function.__globals__]
-    return not found.isdisjoint(("zero_", "_foreach_zero_", "fill_"))
+    return not all_words.isdisjoint(("zero_", "_foreach_zero_", "fill_"))
 
 
 def _words(code: CodeType) -> Iterator[str]:
@@ -752,11 +752,11 @@ def on_slices(
     for group in (group for group in groups if group["params"]):
         for name in names:
             for before in ((), *((other,) for other in names if other != name)):
-                seen = _try(optimizer, group, (*before, name), block, device)
+                after = _try(optimizer, group, (*before, name), block, device)
                 base = _try(optimizer, group, before, block, device)
-                if seen is None or base is None:
+                if after is None or base is None:
                     fit.discard(name)
-                elif _differ(seen, base, 0.0) or not _have_same_states(seen, base, 0.0):
+                elif _differ(after, base, 0.0) or not _have_same_states(after, base, 0.0):
                     changes.add(name)
     return [name for name in names if name in fit & changes]
 

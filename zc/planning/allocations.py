@@ -79,23 +79,23 @@ def of_bucket(plan: Plan, bucket: Bucket) -> list[Allocation]:
         return [Allocation("frozen", Share.SHARD, bucket.param_dtype)]
     offload, shards_gradients = plan.offload, plan.placement.shards_gradients
     if plan.placement.shards_weights:
-        found = [Allocation("weight", Share.SHARD, bucket.param_dtype)]
+        tensors = [Allocation("weight", Share.SHARD, bucket.param_dtype)]
     else:
-        found = [Allocation("flat_param", Share.WHOLE, bucket.param_dtype)]
+        tensors = [Allocation("flat_param", Share.WHOLE, bucket.param_dtype)]
     if has_own_master(plan, bucket):
-        found.append(Allocation("master_shard", Share.OWNED, bucket.acc_dtype, on_host=offload is not None))
+        tensors.append(Allocation("master_shard", Share.OWNED, bucket.acc_dtype, on_host=offload is not None))
     if bucket.sends_differences:
-        found.append(Allocation("published", Share.OWNED, bucket.param_dtype))
+        tensors.append(Allocation("published", Share.OWNED, bucket.param_dtype))
     if offload is not None:
         share = Share.WHOLE if plan.numel_on_host(bucket) == bucket.numel else Share.SHARD
-        found.append(Allocation("host", share, bucket.acc_dtype, on_host=True))
+        tensors.append(Allocation("host", share, bucket.acc_dtype, on_host=True))
     if offload is None or not offload.accumulates_on_host:
         share = Share.SHARD if shards_gradients else Share.WHOLE
-        found.append(Allocation("acc", share, bucket.acc_dtype, Lifetime.GRADIENTS))
+        tensors.append(Allocation("acc", share, bucket.acc_dtype, Lifetime.GRADIENTS))
     # without offload stage 1 has them in its accumulators, of which a reduction leaves only a shard in use
     if bucket.layout.owners is not None and plan.world_size > 1 and (shards_gradients or offload is not None):
-        found.append(Allocation("whole_grad", Share.OWNED, bucket.acc_dtype, Lifetime.UPDATE))
-    return found
+        tensors.append(Allocation("whole_grad", Share.OWNED, bucket.acc_dtype, Lifetime.UPDATE))
+    return tensors
 
 
 def shared(plan: Plan, rank: int | None) -> list[Room]:

@@ -127,10 +127,10 @@ class Memory(Route):
         self.ranks, self.neighbours = ranks, ranks.neighbours
 
     def reduce(self, bucket: Bucket, sent: Tensor, total: Sum) -> None:
-        own = bucket.layout.net_range(self.neighbours.rank)
+        own_range = bucket.layout.net_range(self.neighbours.rank)
 
         def add(places: Mapping[int, bytes]) -> None:
-            for rows, start, stop in self.neighbours.rows(sent, *own, places):
+            for rows, start, stop in self.neighbours.rows(sent, *own_range, places):
                 add_rows(total._replace(out=total.out[start:stop]), rows, bucket)
 
         self.exchange(REDUCE, bucket.index, sent, add)
@@ -259,9 +259,9 @@ class Encoded(Route):
     def gather(self, bucket: Bucket, whole: Tensor, shard: Tensor, scratch: Tensor | None, base: Tensor | None) -> None:
         assert scratch is not None, "the plan says that these weights travel encoded"
         wire = self._plan.gather_encoding
-        code, own = self._code(wire, bucket), self._code(wire, bucket, is_own=True)
+        code, code_of_row = self._code(wire, bucket), self._code(wire, bucket, is_own=True)
         rows = code.split(scratch)
-        encode_blocks(shard, rows[self._ranks.rank], own.blocks, base=base)
+        encode_blocks(shard, rows[self._ranks.rank], code_of_row.blocks, base=base)
         self._ranks.gather_rows(rows, GATHER, bucket.index).wait()
         add_blocks(scratch[: code.rows.nbytes], whole if base is not None else whole.zero_(), code.blocks)
 
