@@ -200,6 +200,7 @@ class BufferSync(Part):
         raise self.core.group.failure(text)
 
     def _for_whom_now(self) -> int:
+        """Of a message that rank 0 sends now."""
         if self._is_due or self._has_trained:
             return _EVERY_RANK if self._is_due else _NOBODY
         return _EVERY_RANK_AT_ONCE if self._is_first and self._was_due and self._written() else _WHO_HAS_TRAINED

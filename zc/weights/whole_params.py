@@ -79,8 +79,8 @@ class WholeParams(Part):
                         whole.empty[slot.name], values = param.data, flat[slot.offset : slot.stop]
                         # what the caller may keep, or what is compared with how it came, gets memory of its own
                         is_apart = is_exact or whole.encoded is not None
-                        own = values.clone() if is_apart else torch_private.own_storage(values)
-                        param.data = in_shape(own, slot)
+                        memory = values.clone() if is_apart else torch_private.own_storage(values)
+                        param.data = in_shape(memory, slot)
                         whole.versions[slot.name] = torch_private.version(param)
                 self.buckets[index] = whole
         for index in buckets if is_exact else ():
