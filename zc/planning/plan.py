@@ -15,6 +15,16 @@ instead of gradients, and a last one where a mesh has replicas::
                                       replicas, between those with one shard     into the accumulator
 
 A gather goes the other way: between hosts first, then inside each. `zc.ranks.routes` has what does it.
+
+Which elements, with P = 16, S = 4 and the 4 ranks of 2 hosts. Rank 2 h + l is the l-th of host h and has the
+(2 l + h)-th shard, so that what a host's l-th rank sums is one piece, [8 l, 8 l + 8)::
+
+    bucket      0   1   2   3 | 4   5   6   7 | 8   9  10  11 |12  13  14  15     flat_grad (stage 2), or acc (stage 1)
+    hop 0       <--- ranks 0 and 2: 0 to 7 -->|<-- ranks 1 and 3: 8 to 15 --->     each the sum of its host, in host_sum
+    hop 1       <-- rank 0 -->|<-- rank 2 --->|<-- rank 1 --->|<-- rank 3 --->     added to acc: its shard's mean
+    update                                                                        each its shard of masters, in place
+    gather, 1   ranks 0 and 2 have 0 to 7     | 1 and 3 have 8 to 15               in flat_param, cast from the masters
+    gather, 0   all have 0 to 15                                                   where parameters are views of it
 """
 
 from __future__ import annotations
