@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from training_runs import Run, environment, message_of, zc_weights
 
 import zc
+from zc.engine.buffers import Buffers
 from zc.engine.streams import ThreadStreams
 from zc.ranks import neighbours
 
@@ -101,6 +102,46 @@ def test_ctrl_c_in_an_update_leaves_whole_weights(on: tuple[int, ...]) -> None:
     wanted = run_ranks(_trained, 2, cuts, ())
     for got, want in zip(run_ranks(_trained, 2, cuts, on), wanted, strict=True):
         assert all(map(torch.equal, got, want))
+
+
+def _begun_again(rank: int, world_size: int, place: tuple[type, str], counts: bool) -> tuple[str, list[Tensor]]:
+    """Job: what the second step() says where Ctrl-C came at ``place`` of the first one's boundary, on all ranks; and
+    the weights of a loop that then clears its gradients."""
+    model = nn.Linear(4, 4)
+    nn.init.ones_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    zc.compile(model, optimizer, backend="eager", stage=1, overlap=False)  # the calling thread reduces
+
+    def backward() -> None:
+        with zc.no_sync(model):  # all of it is reduced at the boundary
+            if counts:
+                zc.count(model, 2)
+            model(torch.full((1, 4), rank + 1.0)).sum().backward()
+
+    backward()
+    cls, name = place
+    with mock.patch.object(cls, name, side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    with pytest.raises(zc.ZcError) as refused:
+        optimizer.step()
+    optimizer.zero_grad()
+    backward()
+    optimizer.step()
+    return str(refused.value), [param.detach().clone() for param in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("place", "counts"),
+    [((neighbours.Neighbours, "rows"), False), ((Buffers, "acc_copies"), True)],
+    ids=["while it reduces", "while it divides by tokens"],
+)
+def test_ctrl_c_in_a_boundary_is_no_update(place: tuple[type, str], counts: bool) -> None:
+    """A loop that caught it and called step() again had gradients reduced twice, or not divided."""
+    for error, (weight, bias) in run_ranks(_begun_again, 2, place, counts):
+        assert "optimizer.zero_grad()" in error
+        by = 2.0 if counts else 1.0  # tokens of each rank; the mean over ranks, or the sum over 4 tokens
+        assert torch.equal(weight, torch.full((4, 4), 1 - 1.5 / by)), weight
+        assert bias.shape == (4,)
 
 
 def _ways(rank: int, world_size: int, refused_on: int | None, how: str) -> tuple[str, str, list[str]]:

@@ -188,7 +188,8 @@ class Buffers:
         self.arena.clear()
 
     def gathered(self, name: str, bucket: Bucket, start: int) -> Tensor:
-        """[P]: the whole weights of a bucket, at byte ``start`` of the arena or in memory of their own."""
+        """[P]: the whole weights of a bucket, at byte ``start`` of the arena; or, as ``flat_param`` of a bucket that
+        all ranks keep as shards, in memory of their own (`whole`)."""
         buffer = Buffer.named(name)
         if buffer.kind == "flat_param":
             return self.whole[0]

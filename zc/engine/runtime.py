@@ -57,7 +57,7 @@ class Phase(enum.Enum):
          +------- an update, zero_grad, param.grad.zero_() ------+
 
     All ranks meet before they read or write weights together (`settle`), too: then OPEN becomes IDLE. IDLE becomes
-    FINAL where an update finds no gradient, and what raises at a boundary makes FAILED of any phase but IDLE.
+    FINAL where an update finds no gradient, and what raises at a boundary once all ranks are there makes FAILED of any.
     """
 
     IDLE = "no gradient has come since all streams that carry gradients were joined"
@@ -337,8 +337,6 @@ class Runtime(Core):
             return
         had_grad = self.agreement.has_grad
         is_alone = self._meet_ranks(by_grad=by_grad, is_last=True)
-        if self.agreement.token_counts.scales:
-            self._divide_by_tokens()
         self._phase = Phase.READ if is_alone else Phase.FINAL
         # a rank without a backward may have gradients now, too, and may drop them
         self.listener.gradients_ready(are_shown=self.agreement.has_grad == had_grad)
@@ -370,14 +368,21 @@ class Runtime(Core):
         if self.buffer_sync is not None:
             self.buffer_sync.send_last()
         self.streams.join_main()
+        partial_sums = {bucket for bucket, state in enumerate(self.accumulators.state) if state is Acc.PARTIAL}
+        unreduced = partial_sums.union(self.deposits.kept)
         try:
-            is_alone = self._reduce_rest(by_grad=by_grad, is_last=is_last)
+            buckets, is_alone = self.agreement.boundary(unreduced, by_grad=by_grad, is_last=is_last)
         except RankMismatchError:
             raise
         except ZcError:  # on all ranks: this boundary was none, and the next one sends buffers again
             if self.buffer_sync is not None:
                 self.buffer_sync.receive_all()
             raise
+        # until all of it is done: who catches what raises in between, Ctrl-C too, must not begin it again
+        phase, self._phase = self._phase, Phase.FAILED
+        if buckets:  # without any, no stream has got a task since they were joined
+            self._reduce(buckets, is_boundary=True)
+            self.streams.join_main()
         if self.buffer_sync is not None:
             self.buffer_sync.receive_all()
         if self.plan.offload is not None:
@@ -386,6 +391,9 @@ class Runtime(Core):
             self.wait_for_host_memory()
         if self.accumulators.assigned:
             self.accumulators.put_assigned(add=True)
+        if is_last and self.agreement.token_counts.scales:
+            self._divide_by_tokens()
+        self._phase = phase
         return is_alone
 
     def _land(self) -> None:
@@ -395,21 +403,6 @@ class Runtime(Core):
             if self.accumulators.state[bucket.index] is not Acc.EMPTY and not self.accumulators.landed[bucket.index]:
                 self.deposits.land(self.plan, bucket.index)
         self.streams.join_main()
-
-    def _reduce_rest(self, *, by_grad: bool, is_last: bool) -> bool:
-        """Returns once all ranks are at the boundary, and what some rank had yet to reduce is reduced: whether no rank
-        had a backward since the last boundary."""
-        partial_sums = {bucket for bucket, state in enumerate(self.accumulators.state) if state is Acc.PARTIAL}
-        unreduced = partial_sums.union(self.deposits.kept)
-        buckets, is_alone = self.agreement.boundary(unreduced, by_grad=by_grad, is_last=is_last)
-        if buckets:  # without any, no stream has got a task since they were joined
-            try:
-                self._reduce(buckets, is_boundary=True)
-                self.streams.join_main()
-            except Exception:
-                self._note_failure()
-                raise
-        return is_alone
 
     def _reduce(self, buckets: Sequence[int], *, is_boundary: bool) -> None:
         """Reduces the deposits or partial sums of these buckets (zc/engine/agreement.py). All ranks call it, also

@@ -91,7 +91,8 @@ class FlatLayout:
     numel_padded: int
     world_size: int
     owners: tuple[int, ...] | None = None
-    num_hosts: int = 1  # more than one: the l-th ranks of all hosts have adjacent shards
+    # 1 unless exchanges have two levels (`Topology.has_levels`): the l-th ranks of all hosts have adjacent shards
+    num_hosts: int = 1
 
     @cached_property
     def numel_shard(self) -> int:

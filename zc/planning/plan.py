@@ -347,8 +347,8 @@ class Plan:
         return any(hop.way is Way.ENCODED for hop in hops_to_gather(self, bucket))
 
     def weights_buffer(self, bucket: int) -> str:
-        """The name of the weights that an update writes, in a schedule. It is flat_param[bucket], or another one if the
-        gather outlives the schedule that launches it; in stage 3 it is this rank's shard."""
+        """The name of the weights that an update writes, in a schedule. It is flat_param[bucket], under another name if
+        the gather outlives the schedule that launches it; in stage 3 it is this rank's shard."""
         kind = "weight" if self.placement.shards_weights else "gathered" if self.overlap_gather else "flat_param"
         return f"{kind}[{bucket}]"
 

@@ -10,7 +10,8 @@ on all ranks, so each gather for a forward or backward encodes the weights thems
 
 A block of 256 elements has one scale. Slots begin at multiples of a block, and shards are whole blocks, so a block has
 elements of one parameter alone, and its bits do not depend on the bucket's size. Parameters of fewer than two
-dimensions, and those below 4 blocks, travel exact, in fp32. A row has the blocks of one shard, then their scales::
+dimensions, and those below 4 blocks, travel exact, in fp32; of their weights the values travel, in place of
+differences, and replace what a rank has. A row has the blocks of one shard, then their scales::
 
     |a block of 256 bytes|another|an exact one, 1024 bytes|...|scale|scale|...|padding|
 

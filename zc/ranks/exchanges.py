@@ -73,7 +73,8 @@ class Exchanges:
         return Work(entry, collective(work), journal=None if self._waits_on_stream else self.journal)
 
     def all_to_all(self, out: Tensor, rows: Tensor, bucket: int) -> Work:
-        """out[s*S:(s+1)*S] on rank r <- rows[r*S:(r+1)*S] of rank s; both [P], contiguous. Asynchronous."""
+        """out[s*S:(s+1)*S] on rank r <- rows[r*S:(r+1)*S] of rank s; both [P], or as long as a hop's sum,
+        contiguous. Asynchronous."""
         entry = self.begin(REDUCE, bucket, self._others(rows.nbytes))
         if not self._by_pairs:
             return self._data_work(self._post(dist.all_to_all_single, out, rows, group=self.data, async_op=True), entry)

@@ -63,7 +63,8 @@ class Route:
         raise NotImplementedError
 
     def take(self, bucket: Bucket, sent: Tensor, scratch: Tensor) -> None:
-        """Returns when ``sent`` may be overwritten. ``scratch`` has what `finish` needs."""
+        """Returns when ``sent`` may be overwritten (on a GPU: by what the current stream runs then). ``scratch`` has
+        what `finish` needs."""
         raise NotImplementedError
 
     def finish(self, bucket: Bucket, scratch: Tensor, total: Sum) -> None:
@@ -72,7 +73,7 @@ class Route:
 
     def gather(self, bucket: Bucket, whole: Tensor, shard: Tensor, scratch: Tensor | None, base: Tensor | None) -> None:
         """``whole`` <- all ranks' shards, this one's being ``shard``, which may lie in ``whole``. With ``base``, the
-        shard as all ranks have it, ``whole`` += what each rank's shard is ahead of that."""
+        shard as all ranks have it, ``whole`` += what each rank's shard is ahead of that (exact blocks replace)."""
         raise NotImplementedError
 
     def open(self, shards: Mapping[int, Tensor]) -> None:
@@ -98,7 +99,8 @@ class Alone(Route):
 
 @dataclass(frozen=True)
 class Messages(Route):
-    """Collectives of a process group. ``is_native``: it sums itself (NCCL's reduce_scatter)."""
+    """Collectives of a process group, or pairs of sends where that has none (gloo). ``is_native``: the group sums, too
+    (NCCL's reduce_scatter)."""
 
     ranks: Exchanges
     hop: Hop
@@ -145,8 +147,8 @@ class Memory(Route):
     def exchange(self, kind: str, bucket: int, tensor: Tensor, read_all: ReadAll) -> None:
         """Ranks of this host read each other's ``tensor``: a part each if it is reduced, all of it if it is gathered.
         At the end all have read, so each may write its own again (docs/proof.md). Where Ctrl-C or a signal's handler
-        raises on the calling thread, this is done first, since the others wait for this rank; ``read_all`` may be
-        called again."""
+        raises on the calling thread, this is done first, since the others wait for this rank. ``read_all`` is then
+        called once more, so a sum may have parts twice: a gather alone may go on (`Phase.FAILED`)."""
         count = len(self.neighbours.ranks)
         entry = self.ranks.begin(kind, bucket, tensor.nbytes // (count if kind == REDUCE else 1) * (count - 1))
         steps = self.neighbours.offer(EXCHANGES.index(kind), bucket, tensor, read_all)
