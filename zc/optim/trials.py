@@ -40,6 +40,7 @@ import random
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from types import BuiltinFunctionType, CodeType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
@@ -310,22 +311,27 @@ def _is_same(one: Any, other: Any) -> bool:
     return math.isclose(*numbers, rel_tol=1e-5) or all(map(math.isnan, numbers))
 
 
-def num_closure_calls(optimizer: Optimizer) -> int | None:
-    """How often one ``step(closure)`` calls its closure; None where that can't be tried."""
-    count = 0
+def calls_of_closure(optimizer: Optimizer) -> tuple[int, bool] | None:
+    """How often one ``step(closure)`` calls its closure, and whether the weights have moved since the step before when
+    it does; None where that can't be tried."""
     value, grads = small_data((16, 24), torch.device("cpu"))
+    weights: list[Tensor] = []  # in each call
 
-    def closure() -> Tensor:
-        nonlocal count
-        count += 1
+    def closure(param: nn.Parameter) -> Tensor:
+        weights.append(param.detach().clone())
         return torch.zeros((), device="cpu")
+
+    def change(num_steps: int) -> Tensor:
+        return update_copy(optimizer, group, [value], [(grads * MORE)[:num_steps]], seed=1, closure=closure)[0].change
 
     group = next((g for g in optimizer.param_groups if g["params"]), optimizer.param_groups[0])
     try:
-        update_copy(optimizer, group, [value], [grads[:1]], seed=1, closure=closure)
-    except Exception:  # noqa: BLE001  (then the number of calls is not known)
+        change(1)
+        number, before = len(weights), change(MORE * STEPS - 1)
+        change(MORE * STEPS)
+    except Exception:  # noqa: BLE001  (then it is not known)
         return None
-    return count
+    return number, number > 0 and not torch.equal(weights[-number] - value, before)
 
 
 SHAPE = (16, 24, 3, 3, 3)  # its first numbers: of as many dimensions
@@ -413,6 +419,7 @@ def _advice(optimizer: Optimizer, error: Communicates) -> str:
 
 
 STEPS = 3
+MORE = 3  # times as many steps, where some move nothing: RAdam's first four, so a schedule-free class's eval() neither
 CLOSE = 1e-4  # of the largest change; a vector's tail may be summed in another order, which rounds differently
 
 
@@ -494,7 +501,7 @@ def update_copy(
 ) -> list[Updated]:
     """What a copy of ``optimizer`` makes of ``values`` with ``grads``, in as many steps as each has gradients, and in
     calls of ``methods`` after them. Without gradients it is one step. State under strings counts as state of each
-    parameter, under ""."""
+    parameter, under "". ``closure`` gets the parameters."""
     params = [nn.Parameter(value.clone()) for value in values]
     twin, copies = _twin(optimizer)
     options = copies.copied({key: option for key, option in group.items() if key != "params"})
@@ -532,7 +539,7 @@ def update_copy(
             for param, grad in zip(params, given, strict=True):
                 param.grad = grad
             noting.written.clear()
-            stepped = twin.step(*([closure] if closure is not None else []))
+            stepped = twin.step(*([partial(closure, *params)] if closure is not None else []))
             for n, grad in enumerate(given):
                 if grad is not None and torch_private.version(grad) == 0 and not torch.equal(grad, grads[n][k]):
                     edits_data[n] = True
@@ -769,6 +776,7 @@ def _try(
     matrix, cuts = cut_matrix(block or 1)
     for shapes, close in PAIRS if block is None else (((matrix,), CLOSE),):
         data = [small_data(shape, device, seed) for seed, shape in enumerate(shapes, start=20)]
+        data = [(value, own * MORE) for value, own in data]
         values, grads = [value for value, _ in data], [own for _, own in data]
         try:
             together, again = (
