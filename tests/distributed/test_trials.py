@@ -8,6 +8,7 @@ import threading
 from collections import defaultdict, deque
 from typing import Any
 
+import numpy
 import pytest
 import stacked
 import torch
@@ -305,6 +306,28 @@ def test_a_trial_changes_nothing_of_the_callers() -> None:
         param.grad = torch.ones_like(param)
     optimizer.step()
     assert optimizer.counter.n == 1 and optimizer.nested == [[1]] and optimizer.seen() != before
+
+
+class Rolling(Lion):
+    """Draws for each parameter, from Python's numbers and numpy's."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for param in self.param_groups[0]["params"]:
+            param.sub_((random.random() + numpy.random.rand()) * param.grad)
+
+
+def test_a_trial_takes_no_random_numbers_of_the_callers() -> None:
+    """Those of Python and numpy went on in zc.compile, so a loader shuffled otherwise than without zc. Nothing said
+    that ranks draw for their own parameters."""
+    optimizer = Rolling(matrices())
+    random.seed(0)
+    numpy.random.seed(0)
+    try_out(optimizer, 2, CPU)
+    assert habits_of(optimizer, optimizer.param_groups, CPU).draws
+    calls_of_closure(optimizer)
+    assert random.random() == random.Random(0).random()
+    assert numpy.random.rand() == numpy.random.RandomState(0).rand()
 
 
 @zc.elementwise

@@ -44,6 +44,7 @@ from functools import partial
 from types import BuiltinFunctionType, CodeType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
+import numpy
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -464,7 +465,7 @@ class Updated(NamedTuple):
     returned: Any = None  # by the last of the methods that were called
     options: Mapping[str, Any] = MappingProxyType({})  # of its group
     edits_data: bool = False  # a step has changed its gradient without autograd's counting it
-    draws: bool = False  # torch's random numbers
+    draws: bool = False  # random numbers of torch, Python or numpy
     stepped: Any = None  # what the last step has returned
     reads: frozenset[str] = frozenset()  # options of its group that a step reads before it writes them
 
@@ -527,13 +528,13 @@ def update_copy(
     # Eager: Dynamo skips a frame for good that it first meets under a dispatch mode, here that of watching_collectives.
     eager = torch.compiler.set_stance("force_eager")
     edits_data = [False] * len(params)
-    with forked, eager, torch_private.watching_collectives(refuse):
+    with forked, _drawing_apart(seed), eager, torch_private.watching_collectives(refuse):
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would leave other devices' generators changed
         for device in devices:
             with torch.accelerator.device_index(device.index):
                 torch.get_device_module(device).manual_seed(seed)
         generators = [torch.get_rng_state, *(torch.get_device_module(d).get_rng_state for d in devices)]
-        before = [state_of() for state_of in generators]
+        before = [state_of() for state_of in generators], _states_of_python()
         for k in range(max(map(len, grads), default=1) or 1):
             given = [own[k].clone() if own else None for own in grads]
             for param, grad in zip(params, given, strict=True):
@@ -543,7 +544,8 @@ def update_copy(
             for n, grad in enumerate(given):
                 if grad is not None and torch_private.version(grad) == 0 and not torch.equal(grad, grads[n][k]):
                     edits_data[n] = True
-        draws = not all(torch.equal(old, state_of()) for old, state_of in zip(before, generators, strict=True))
+        draws = not all(torch.equal(old, state_of()) for old, state_of in zip(before[0], generators, strict=True))
+        draws |= before[1] != _states_of_python()
         returned: Any = None
         for method in methods:
             returned = getattr(twin, method)()
@@ -555,6 +557,23 @@ def update_copy(
     updated = zip(changes, states, edits_data, strict=True)
     last = draws, stepped, frozenset(noting.read)
     return [Updated(change, state, returned, options, edits, *last) for change, state, edits in updated]
+
+
+@contextlib.contextmanager
+def _drawing_apart(seed: int) -> Iterator[None]:
+    """Inside, Python's and numpy's random numbers follow this seed. The caller's go on as if nothing had drawn."""
+    of_python, of_numpy = random.getstate(), numpy.random.get_state()
+    random.seed(seed)
+    numpy.random.seed(seed)
+    try:
+        yield
+    finally:
+        random.setstate(of_python)
+        numpy.random.set_state(of_numpy)
+
+
+def _states_of_python() -> bytes:
+    return pickle.dumps((random.getstate(), numpy.random.get_state()))
 
 
 def _estimates(one: Updated, other: Updated) -> list[str]:
