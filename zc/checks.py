@@ -309,11 +309,14 @@ def _check_owners(params: Mapping[str, nn.Parameter], optimizers: Sequence[Optim
     first, last = owners_of(params, optimizers), owners_of(params, optimizers[::-1])
     lacking = [name for name in params if name not in first]
     if lacking:
-        who = "the optimizer lacks" if len(optimizers) == 1 else f"none of the {len(optimizers)} optimizers has"
+        who, what = "the optimizer lacks", "add them"
+        rest = "A second optimizer for them goes along as zc.compile(model, [first, second])"
+        if len(optimizers) > 1:
+            who, what = f"none of the {len(optimizers)} optimizers has", "add them to one of them"
+            rest = "Where each rank picks its own (by RANK, for Muon), give all to each rank: zc shares them out"
         raise PlanError(
-            f"{who} {len(lacking)} trainable parameter(s) of the model: {some(lacking)}; add them"
-            f"{' to one of them' if len(optimizers) > 1 else ''}, or freeze them with requires_grad_(False). A second "
-            "optimizer for them goes along as zc.compile(model, [first, second])"
+            f"{who} {len(lacking)} trainable parameter(s) of the model: {some(lacking)}; {what}, or freeze them with "
+            f"requires_grad_(False). {rest}"
         )
     for name in params:
         one, other = first[name], len(optimizers) - 1 - last[name]

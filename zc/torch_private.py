@@ -618,6 +618,13 @@ def only_eager(action: Callable[[nn.Module], None]) -> Callable[..., None]:
     return not_compiled_alone(hook)
 
 
+def is_fake_quant(module: nn.Module) -> bool:
+    """Whether it is one of torch's observers or fake quantizers, which have no parameter. Dynamo runs their forwards
+    eagerly, but behind a hook compiles them, with buffers that such a forward resizes: torch's "size of tensor a (0)".
+    (``torch.ao.quantization``, in Dynamo's MOD_SKIPLIST; 2.11 to 2.15.)"""
+    return type(module).__module__.startswith("torch.ao.quantization.")
+
+
 def state_to_pickle(module: nn.Module, hooks: Collection[int]) -> dict[str, Any]:
     """The state that pickling writes of ``module``, without the hooks of these handles. (``Module.__getstate__``, and
     ``RemovableHandle.id``, the key of a hook in the module's dicts of them; 2.11 to 2.15.)"""

@@ -69,6 +69,27 @@ def test_what_calls_its_closure_once_is_taken() -> None:
             assert seen["same"] and not any(seen["grads"]), "nothing was called"
 
 
+class Extrapolating(Counting):
+    """Evaluates its closure elsewhere, from its seventh step on, as schedulefree's RAdamScheduleFreeClosure does."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        for param in self.param_groups[0]["params"] if self.seen >= 6 else ():
+            param.add_(0.1)
+        return super().step(closure)
+
+
+def test_what_moves_weights_before_its_closure_is_refused() -> None:
+    """zc calls the closure first. It did so with the weights of before, and updated by other gradients, in silence."""
+    case = CASES["mlp"]
+    model, optimizer = zc.compile(model := case.model(), Extrapolating(model.parameters(), 1), backend="eager")
+    before = weights(model)
+    kind, text = message_of(lambda: optimizer.step(lambda: pytest.fail("it was called")))
+    assert kind == "PlanError" and "Extrapolating.step was given a closure, and moves the weights before" in text
+    assert all(torch.equal(before[n], w) for n, w in weights(model).items())
+    zc.close(model)
+
+
 def _raises(rank: int, world_size: int) -> dict[str, Any]:
     """A closure that raises leaves everything as it was, and the loop goes on."""
     case = CASES["mlp"]

@@ -5,6 +5,7 @@ Counted, not planned: the storages of all live tensors, and every allocation tha
 
 from __future__ import annotations
 
+import copy
 from unittest import mock
 
 import pytest
@@ -72,6 +73,37 @@ def test_bytes_between_steps_and_in_a_pass(backend: str) -> None:
             assert 12 * num_params / 2 <= between < 1.01 * 12 * num_params / 2
             assert most - in_stage_2 <= cap, "beside what stage 2 allocates: gathered weights alone"
             assert most - in_stage_2 > cap // 2, "the counter sees them"
+
+
+class BreaksInTraining(Net):
+    """Its forward is one graph, until it runs with gradients."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            torch._dynamo.graph_break()
+            x = x + torch.compiler.disable(lambda: self.layers[1].weight.sum())()  # type: ignore[no-untyped-call]
+        return super().forward(x)
+
+
+def test_a_first_forward_without_gradients_frees_its_weights() -> None:
+    """It may break, so all are whole before it. They stayed so to the update, also those of an evaluation alone; and a
+    forward behind it, which reads weights outside of graphs, found none."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    net, x = BreaksInTraining(), torch.randn(4, DIM)
+    plain = copy.deepcopy(net)
+    zc.compile(net, torch.optim.SGD(net.parameters()), stage=3, backend="aot_eager", bucket_nbytes=LAYER_NBYTES)
+    before = storages()
+    with torch.no_grad():
+        net(x)
+    added = sum(nbytes for key, (nbytes, _) in storages().items() if key not in before)
+    assert added < LAYER_NBYTES, f"{added} bytes stay after an evaluation"
+    net(x).square().mean().backward()
+    plain(x).square().mean().backward()
+    for one, other in zip(net.parameters(), plain.parameters(), strict=True):
+        assert one.grad is not None and other.grad is not None
+        torch.testing.assert_close(one.grad.full_tensor(), other.grad)  # type: ignore[attr-defined]
+    zc.close(net)
 
 
 def offloaded(rank: int, world_size: int, dtype: torch.dtype | None) -> tuple[int, int, int, bool]:

@@ -110,6 +110,7 @@ def _foreign(model: nn.Module) -> Any:
 
 REFUSED = {
     "a parameter in none": (_lacks, "PlanError", "none of the 2 optimizers has 1 trainable parameter(s) of the model"),
+    "those that another rank has": (_lacks, "PlanError", "give all to each rank: zc shares them out"),
     "a parameter in two": (_twice, "PlanError", "blocks.0.attention.qkv.weight is in two optimizers, number 0 (AdamW)"),
     "an optimizer twice": (_same, "PlanError", "optimizer[0] and optimizer[1] are the same AdamW"),
     "none at all": (lambda model: [], "PlanError", "optimizer is an empty list"),

@@ -8,6 +8,7 @@ import threading
 from collections import defaultdict, deque
 from typing import Any
 
+import numpy
 import pytest
 import stacked
 import torch
@@ -23,7 +24,7 @@ from training_runs import message_of
 import zc
 from zc.optim.assignment import try_out
 from zc.optim.local import class_of, second_object
-from zc.optim.trials import candidates, check_positions, habits_of, num_closure_calls
+from zc.optim.trials import calls_of_closure, candidates, check_positions, habits_of, on_slices
 from zc.registry import sharded
 
 CPU = torch.device("cpu")
@@ -269,18 +270,64 @@ class Counting(Lion):
         self.schedule.step()
 
 
+class LateAverage(Lion):
+    """Its first four steps move nothing, as RAdam's, and so does the method that goes back to the average."""
+
+    @torch.no_grad()
+    def eval(self) -> None:
+        for param in self.param_groups[0]["params"]:
+            param.lerp_(self.state[param]["first"], 0.5)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for param in self.param_groups[0]["params"]:
+            state = self.state[param]
+            state.setdefault("first", param.clone())
+            state["k"] = state.get("k", 0) + 1
+            if state["k"] > 4:
+                param.sub_(0.1 * param.grad)
+
+
+def test_a_method_is_tried_after_steps_that_move_weights() -> None:
+    """In stage 3 it was refused for weights without bytes, in schedulefree's RAdamScheduleFree."""
+    optimizer = LateAverage(matrices())
+    assert on_slices(optimizer, None, optimizer.param_groups, CPU) == ["eval"]
+
+
 def test_a_trial_changes_nothing_of_the_callers() -> None:
     """Counts ran ahead before the first step, by what they stood in: trials shared all but the outermost containers."""
     optimizer = Counting(matrices())
     before = optimizer.seen()
     try_out(optimizer, 2, CPU)
     habits = habits_of(optimizer, optimizer.param_groups, CPU)
-    assert not habits.refuses_empty and not habits.stacks_state and num_closure_calls(optimizer) == 0
+    assert not habits.refuses_empty and not habits.stacks_state and calls_of_closure(optimizer) == (0, False)
     assert optimizer.seen() == before
     for param in optimizer.param_groups[0]["params"]:
         param.grad = torch.ones_like(param)
     optimizer.step()
     assert optimizer.counter.n == 1 and optimizer.nested == [[1]] and optimizer.seen() != before
+
+
+class Rolling(Lion):
+    """Draws for each parameter, from Python's numbers and numpy's."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for param in self.param_groups[0]["params"]:
+            param.sub_((random.random() + numpy.random.rand()) * param.grad)
+
+
+def test_a_trial_takes_no_random_numbers_of_the_callers() -> None:
+    """Those of Python and numpy went on in zc.compile, so a loader shuffled otherwise than without zc. Nothing said
+    that ranks draw for their own parameters."""
+    optimizer = Rolling(matrices())
+    random.seed(0)
+    numpy.random.seed(0)
+    try_out(optimizer, 2, CPU)
+    assert habits_of(optimizer, optimizer.param_groups, CPU).draws
+    calls_of_closure(optimizer)
+    assert random.random() == random.Random(0).random()
+    assert numpy.random.rand() == numpy.random.RandomState(0).rand()
 
 
 @zc.elementwise
@@ -305,7 +352,7 @@ def test_what_cant_be_copied_is_not_tried() -> None:
         kind, text = message_of(lambda optimizer=optimizer: try_out(optimizer, 2, CPU))  # type: ignore[misc]
         assert kind == "PlanError" and f"its noise holds {what}" in text, text
         habits = habits_of(optimizer, optimizer.param_groups, CPU)
-        assert not habits.refuses_empty and habits.stacks_state and num_closure_calls(optimizer) is None
+        assert not habits.refuses_empty and habits.stacks_state and calls_of_closure(optimizer) is None
     assert next(numbers) == 0
 
 

@@ -126,3 +126,16 @@ def test_forward_mode_through_compiled_code_names_the_backend_that_has_it() -> N
             assert dual(model).equal(wanted)
         model(X).sum().backward()  # the model is as it was
         zc.close(model)
+
+
+def test_linearize_is_refused_by_name() -> None:
+    """It ended in torch's "Multiple dispatch failed"."""
+    wanted = torch.func.linearize(make(), X)[1](X)
+    model = make()
+    zc.compile(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=3, backend="eager")
+    with pytest.raises(zc.ZcError, match=r"linearize\) traces a parameter of shape \(8, 8\), and with stage=3"):
+        torch.func.linearize(model, X)
+    with zc.whole_parameters(model):
+        assert torch.func.linearize(model, X)[1](X).equal(wanted)
+    model(X).sum().backward()  # the model is as it was
+    zc.close(model)

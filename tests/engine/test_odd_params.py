@@ -3,6 +3,7 @@ choose rows."""
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -99,3 +100,21 @@ def test_against_float64(make: type[nn.Module], monkeypatch: pytest.MonkeyPatch)
     for key, value in zc.full_state_dict(model).items():
         assert torch.allclose(value.double(), twin.state_dict()[key], rtol=1e-4, atol=1e-6), key
     zc.close(model)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_stage_3_trains_with_fake_quantizers() -> None:
+    """Dynamo compiled their forwards behind a hook: "size of tensor a (0) must match the size of tensor b (8)"."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
+    net.qconfig = torch.ao.quantization.get_default_qat_qconfig("fbgemm")
+    torch.ao.quantization.prepare_qat(net.train(), inplace=True)
+    plain, x = copy.deepcopy(net), torch.randn(4, 8)
+    zc.compile(net, torch.optim.SGD(net.parameters()), stage=3, backend="aot_eager")
+    for model in (net, plain):
+        model(x).square().sum().backward()
+    for one, other in zip(net.parameters(), plain.parameters(), strict=True):
+        assert one.grad is not None and other.grad is not None
+        torch.testing.assert_close(one.grad.full_tensor(), other.grad)  # type: ignore[attr-defined]
+    zc.close(net)

@@ -74,6 +74,9 @@ class AtBoundary(Protocol):
     """What else of this rank travels where all ranks meet before an update: the buffers of rank 0
     (`zc.engine.buffer_sync`), which `zc.compile` hands over."""
 
+    def after_backward(self) -> None:
+        """A backward of this rank has ended, and its reductions are under way."""
+
     def send_last(self) -> None:
         """This rank is there, and has not waited for another one yet."""
 

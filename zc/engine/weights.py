@@ -32,6 +32,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils.hooks import RemovableHandle
 
+from zc import torch_private
 from zc.engine.core import Core, Part
 from zc.engine.param_checks import Places
 from zc.engine.program import Program
@@ -98,7 +99,7 @@ class Weights(Part):
         """Installs hooks on modules that read their parameters outside of compiled code, or bring their state; later
         on those that have come since, where the plan has new buckets."""
         for module in model.modules() if self._on_modules else ():
-            if module not in self._hooked:
+            if module not in self._hooked and not torch_private.is_fake_quant(module):
                 self._hooked.add(module)
                 self.hooks += [install(module) for install in self._on_modules]
 

@@ -40,7 +40,7 @@ from zc.optim.grad_shards import GradShards, ShardedGrad
 from zc.optim.local import REPLACED, second_object, with_zero_grad
 from zc.optim.sharded_value import ShardedValue
 from zc.optim.state_view import StateView
-from zc.optim.trials import Habits, candidates, habits_of, may_zero, mentions, num_closure_calls, on_slices
+from zc.optim.trials import Habits, calls_of_closure, candidates, habits_of, may_zero, mentions, on_slices
 from zc.planning.layout import Rule, Slot
 from zc.planning.plan import Bucket
 
@@ -633,19 +633,25 @@ class ShardedOptimizer:
         return (self.local, *args[1:]), kwargs
 
     @cached_property
-    def _num_closure_calls(self) -> int | None:
-        """How often the class's ``step`` calls its closure; None where that can't be tried."""
-        return 1 if self._is_known else num_closure_calls(self.optimizer)
+    def _calls_of_closure(self) -> tuple[int, bool] | None:
+        return (1, False) if self._is_known else calls_of_closure(self.optimizer)
 
     def _run_closure(self, closure: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """Calls the closure among the arguments of ``step``, of which the optimizer is the first. Returns the arguments
         for the real step, whose closure returns the loss, and may be called once.
 
-        Raises PlanError if the optimizer does not call its closure exactly once; nothing has changed.
+        Raises PlanError if the optimizer does not call its closure exactly once, with the weights of before; nothing
+        has changed.
         """
-        number, name = self._num_closure_calls, type(self.optimizer).__name__
-        if number != 1:
-            times = "can't be tried on small data" if number is None else f"calls it {number} times"
+        calls, name = self._calls_of_closure, type(self.optimizer).__name__
+        if calls is not None and calls == (1, True):
+            raise PlanError(
+                f"{name}.step was given a closure, and moves the weights before it calls it: zc calls the closure "
+                "first, with the weights of the model, and would get other gradients. Take a variant whose step() "
+                "needs no closure (schedulefree's classes without Closure), or split the step into two"
+            )
+        if calls is None or calls[0] != 1:
+            times = "can't be tried on small data" if calls is None else f"calls it {calls[0]} times"
             raise PlanError(
                 f"{name}.step was given a closure, and {times}: zc finishes the gradients between the closure "
                 "and the update, so it takes optimizers that call it once. Call the closure yourself, then step()"

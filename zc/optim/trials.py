@@ -40,9 +40,11 @@ import random
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from types import BuiltinFunctionType, CodeType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
+import numpy
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -310,22 +312,27 @@ def _is_same(one: Any, other: Any) -> bool:
     return math.isclose(*numbers, rel_tol=1e-5) or all(map(math.isnan, numbers))
 
 
-def num_closure_calls(optimizer: Optimizer) -> int | None:
-    """How often one ``step(closure)`` calls its closure; None where that can't be tried."""
-    count = 0
+def calls_of_closure(optimizer: Optimizer) -> tuple[int, bool] | None:
+    """How often one ``step(closure)`` calls its closure, and whether the weights have moved since the step before when
+    it does; None where that can't be tried."""
     value, grads = small_data((16, 24), torch.device("cpu"))
+    weights: list[Tensor] = []  # in each call
 
-    def closure() -> Tensor:
-        nonlocal count
-        count += 1
+    def closure(param: nn.Parameter) -> Tensor:
+        weights.append(param.detach().clone())
         return torch.zeros((), device="cpu")
+
+    def change(num_steps: int) -> Tensor:
+        return update_copy(optimizer, group, [value], [(grads * MORE)[:num_steps]], seed=1, closure=closure)[0].change
 
     group = next((g for g in optimizer.param_groups if g["params"]), optimizer.param_groups[0])
     try:
-        update_copy(optimizer, group, [value], [grads[:1]], seed=1, closure=closure)
-    except Exception:  # noqa: BLE001  (then the number of calls is not known)
+        change(1)
+        number, before = len(weights), change(MORE * STEPS - 1)
+        change(MORE * STEPS)
+    except Exception:  # noqa: BLE001  (then it is not known)
         return None
-    return count
+    return number, number > 0 and not torch.equal(weights[-number] - value, before)
 
 
 SHAPE = (16, 24, 3, 3, 3)  # its first numbers: of as many dimensions
@@ -413,6 +420,7 @@ def _advice(optimizer: Optimizer, error: Communicates) -> str:
 
 
 STEPS = 3
+MORE = 3  # times as many steps, where some move nothing: RAdam's first four, so a schedule-free class's eval() neither
 CLOSE = 1e-4  # of the largest change; a vector's tail may be summed in another order, which rounds differently
 
 
@@ -457,7 +465,7 @@ class Updated(NamedTuple):
     returned: Any = None  # by the last of the methods that were called
     options: Mapping[str, Any] = MappingProxyType({})  # of its group
     edits_data: bool = False  # a step has changed its gradient without autograd's counting it
-    draws: bool = False  # torch's random numbers
+    draws: bool = False  # random numbers of torch, Python or numpy
     stepped: Any = None  # what the last step has returned
     reads: frozenset[str] = frozenset()  # options of its group that a step reads before it writes them
 
@@ -494,7 +502,7 @@ def update_copy(
 ) -> list[Updated]:
     """What a copy of ``optimizer`` makes of ``values`` with ``grads``, in as many steps as each has gradients, and in
     calls of ``methods`` after them. Without gradients it is one step. State under strings counts as state of each
-    parameter, under ""."""
+    parameter, under "". ``closure`` gets the parameters."""
     params = [nn.Parameter(value.clone()) for value in values]
     twin, copies = _twin(optimizer)
     options = copies.copied({key: option for key, option in group.items() if key != "params"})
@@ -520,23 +528,24 @@ def update_copy(
     # Eager: Dynamo skips a frame for good that it first meets under a dispatch mode, here that of watching_collectives.
     eager = torch.compiler.set_stance("force_eager")
     edits_data = [False] * len(params)
-    with forked, eager, torch_private.watching_collectives(refuse):
+    with forked, _drawing_apart(seed), eager, torch_private.watching_collectives(refuse):
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would leave other devices' generators changed
         for device in devices:
             with torch.accelerator.device_index(device.index):
                 torch.get_device_module(device).manual_seed(seed)
         generators = [torch.get_rng_state, *(torch.get_device_module(d).get_rng_state for d in devices)]
-        before = [state_of() for state_of in generators]
+        before = [state_of() for state_of in generators], _states_of_python()
         for k in range(max(map(len, grads), default=1) or 1):
             given = [own[k].clone() if own else None for own in grads]
             for param, grad in zip(params, given, strict=True):
                 param.grad = grad
             noting.written.clear()
-            stepped = twin.step(*([closure] if closure is not None else []))
+            stepped = twin.step(*([partial(closure, *params)] if closure is not None else []))
             for n, grad in enumerate(given):
                 if grad is not None and torch_private.version(grad) == 0 and not torch.equal(grad, grads[n][k]):
                     edits_data[n] = True
-        draws = not all(torch.equal(old, state_of()) for old, state_of in zip(before, generators, strict=True))
+        draws = not all(torch.equal(old, state_of()) for old, state_of in zip(before[0], generators, strict=True))
+        draws |= before[1] != _states_of_python()
         returned: Any = None
         for method in methods:
             returned = getattr(twin, method)()
@@ -548,6 +557,23 @@ def update_copy(
     updated = zip(changes, states, edits_data, strict=True)
     last = draws, stepped, frozenset(noting.read)
     return [Updated(change, state, returned, options, edits, *last) for change, state, edits in updated]
+
+
+@contextlib.contextmanager
+def _drawing_apart(seed: int) -> Iterator[None]:
+    """Inside, Python's and numpy's random numbers follow this seed. The caller's go on as if nothing had drawn."""
+    of_python, of_numpy = random.getstate(), numpy.random.get_state()
+    random.seed(seed)
+    numpy.random.seed(seed)
+    try:
+        yield
+    finally:
+        random.setstate(of_python)
+        numpy.random.set_state(of_numpy)
+
+
+def _states_of_python() -> bytes:
+    return pickle.dumps((random.getstate(), numpy.random.get_state()))
 
 
 def _estimates(one: Updated, other: Updated) -> list[str]:
@@ -769,6 +795,7 @@ def _try(
     matrix, cuts = cut_matrix(block or 1)
     for shapes, close in PAIRS if block is None else (((matrix,), CLOSE),):
         data = [small_data(shape, device, seed) for seed, shape in enumerate(shapes, start=20)]
+        data = [(value, own * MORE) for value, own in data]
         values, grads = [value for value, _ in data], [own for _, own in data]
         try:
             together, again = (

@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from zc import torch_private
@@ -165,7 +166,17 @@ def _ask(func: Any, args: Any, kwargs: Any) -> Any:
         return _grad(*args, **kwargs)
     if func in _BACKWARD:
         return _backward(func, _params_in(args, kwargs), args, kwargs)
-    return _call(func, args, kwargs)
+    try:
+        return _call(func, args, kwargs)
+    except TypeError:  # make_fx knows no class of ours
+        params = _params_in(args, kwargs)
+        if get_proxy_mode() is None or not params:
+            raise
+        raise ZcError(
+            f"make_fx (torch.func.linearize) traces a parameter of shape {tuple(params[0].shape)}, and with "
+            f"{_why(params[0])} that is not a plain one. Call it inside `with zc.whole_parameters(model):` on all "
+            "ranks, or take torch.func.jvp"
+        ) from None
 
 
 def _ask_for_func(tensor: Any) -> None:

@@ -404,6 +404,7 @@ class ModelPasses(Part):
         core = self.core
         is_part = self.is_unsharded or torch_private.current_graph_task() != -1  # of a use that has begun, a backward
         is_outer = self._depth == 0 and not self.is_unsharded
+        before, was_trial, has_grad = set(self._whole.buckets), self._is_trial, torch.is_grad_enabled()
         with nullcontext() if is_part else self.managed.used("a forward"):
             if is_outer:
                 core.unset.check("a forward")
@@ -414,7 +415,6 @@ class ModelPasses(Part):
                         self._is_trial = True
                         self._whole.unshard(core.sharded_buckets)
                     self.managed.release()
-            before, has_grad = set(self._whole.buckets), torch.is_grad_enabled()
             self._depth += 1
             try:
                 with self._watching_dynamo() if is_outer and self.is_one_graph else nullcontext():
@@ -424,6 +424,7 @@ class ModelPasses(Part):
                 if is_outer:
                     if not has_grad:
                         self.end()
+                        self._is_trial = was_trial
                         self._whole.reshard_unwritten(self._whole.buckets.keys() - before)
                         core.buffers.drop_arena()
                     self.make_absent()
