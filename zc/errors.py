@@ -79,14 +79,14 @@ def not_its_own(optimizer: Optimizer) -> str:
             f"zc.compile was not given this {type(optimizer).__name__}. Make it first, then call "
             "zc.compile(model, optimizer); several go in as a list"
         )
-    kept = " and ".join(_kept_params(optimizer)) or "something beside its groups"
+    kept = " and ".join(kept_params(optimizer)) or "something beside its groups"
     return (
         f"it takes parameters from {kept}, where they are the model's. Take them from "
         'group["params"] of self.param_groups in step(): there each rank sees what it updates'
     )
 
 
-def _kept_params(optimizer: Optimizer) -> list[str]:
+def kept_params(optimizer: Optimizer) -> list[str]:
     """The attributes, and the keys of groups, by which an optimizer keeps parameters of the model."""
     attributes: dict[str, Any] = vars(optimizer)
     groups: list[dict[str, Any]] = attributes["param_groups"]
@@ -97,6 +97,7 @@ def _kept_params(optimizer: Optimizer) -> list[str]:
         if isinstance(value, Tensor):
             return id(value) in params
         items = [*value.keys(), *value.values()] if isinstance(value, dict) else value
+        items = list(value.parameters()) if isinstance(value, nn.Module) else items
         return depth > 0 and isinstance(items, list | tuple | set) and any(has_some(i, depth - 1) for i in items)
 
     own = [f"self.{name}" for name, value in attributes.items() if name != "param_groups" and has_some(value)]

@@ -60,6 +60,46 @@ def test_an_optimizer_that_keeps_parameters_is_refused_with_the_place(place: str
     zc.close(model)
 
 
+class Walks(Optimizer):
+    """Finds its parameters through modules that it keeps, as K-FAC's do, and updates by its groups."""
+
+    def __init__(self, model: nn.Module, change: Callable[[nn.Parameter], object]) -> None:
+        super().__init__(model.parameters(), {"lr": 0.1})
+        self.layers, self.change = [model], change
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for layer in self.layers:
+            self.change(layer.weight)  # type: ignore[arg-type]
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.sub_(param.grad, alpha=0.1)
+
+
+CHANGES: dict[str, tuple[Callable[[Any], object], dict[str, Any]]] = {
+    "a gradient in place": (lambda p: p.grad.mul_(2.0), {}),
+    "a gradient assigned": (lambda p: setattr(p, "grad", p.grad * 2.0), {}),
+    "a gradient made zeros": (lambda p: p.grad.zero_(), {}),
+    "a weight, masters in host memory": (lambda p: p.data.mul_(0.9), {"offload": "cpu"}),
+    "a weight, bf16": (lambda p: p.mul_(0.9), {"param_dtype": torch.bfloat16}),
+    "a weight, in shards": (lambda p: p.mul_(0.9), {"stage": 3}),
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("what", CHANGES)
+def test_what_a_step_changes_through_modules_is_not_lost_in_silence(what: str) -> None:
+    """The class updates slices, by gradients of slices: what it wrote through the model was overwritten."""
+    change, options = CHANGES[what]
+    model = nn.Linear(4, 3)
+    optimizer = Walks(model, change)
+    zc.compile(model, optimizer, backend="eager", **options)
+    model(torch.ones(2, 4, dtype=model.weight.dtype)).square().sum().backward()
+    with pytest.raises(zc.ZcError, match=r"Walks\.step\(\).*it takes parameters from self\.layers"):
+        optimizer.step()
+    zc.close(model)
+
+
 class Wraps(Optimizer):
     """Its groups are those of the optimizer inside, as pytorch_optimizer's Lookahead has them."""
 

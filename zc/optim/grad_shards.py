@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -48,6 +48,7 @@ class ShardedGrad(ShardedValue):
         return self.owner.live(self, self.param_name)
 
     def changed(self) -> None:
+        self.owner.refuse_in_step(self.param_name)
         self.owner.drop_norms(self.param_name)
 
     @property
@@ -91,6 +92,7 @@ class GradShards:
         self._asked: dict[tuple[Formula, Reduction], str] = {}  # which parameter was asked for such a number first
         self.num_changes = 0  # of any gradient
         self.optimizers: list[Optimizer] = []  # the caller's
+        self.updating: Optimizer | None = None  # whose class's step runs now
         # values that were assigned to param.grad, by name, until that gradient changes or is cleared
         self.taken: dict[str, weakref.ref[ShardedValue]] = {}
         self.is_read_in_no_sync = False  # a norm or the like, which a number of the program may hold until the update
@@ -170,16 +172,25 @@ class GradShards:
         optimizer = optimizer_in_step()
         own = {id(each) for each in self.optimizers}
         if optimizer is not None and own.isdisjoint(map(id, (optimizer, *vars(optimizer).values()))):
-            raise ZcError(
-                f"{type(optimizer).__name__}.step() met the gradient of {self.runtime.name_now(name)}, which is "
-                f"sharded over ranks: {not_its_own(optimizer)}"
-            )
+            self.refuse_met(optimizer, name)
         if torch_private.current_graph_task() != -1:
             raise ZcError(
                 f"{func} inside a backward met the gradient of {self.runtime.name_now(name)}, which is sharded over "
                 "ranks and not finished. "
                 "Is the model inside a DistributedDataParallel? Leave that out"
             )
+
+    def refuse_in_step(self, name: str) -> None:
+        """Raises ZcError where the class of an optimizer has changed a gradient of the model in its step, which updates
+        by the gradients of its slices."""
+        if self.updating is not None:
+            self.refuse_met(self.updating, name)
+
+    def refuse_met(self, optimizer: Optimizer, name: str) -> NoReturn:
+        raise ZcError(
+            f"{type(optimizer).__name__}.step() met the gradient of {self.runtime.name_now(name)}, which is "
+            f"sharded over ranks: {not_its_own(optimizer)}"
+        )
 
     @property
     def is_in_no_sync(self) -> bool:
@@ -338,6 +349,7 @@ class GradShards:
 
     def zero_grad_of(self, name: str) -> None:
         """Exchanges nothing: a rank may have more backwards than others between this and the update."""
+        self.refuse_in_step(name)
         runtime = self.runtime
         if runtime.params[name].grad is not runtime.sharded_grads[name]:
             raise ZcError(_IS_GONE.format(runtime.name_now(name)))

@@ -256,15 +256,11 @@ class ParamWrites:
         Raises ZcError for a parameter that has left its bucket; nothing has changed.
         """
         self.check_places()
-        plan, buffers = self._core.plan, self._core.buffers
-        if plan.placement.shards_weights:
-            return
+        buffers = self._core.buffers
         masters: list[Tensor] = []
         weights: list[Tensor] = []
         before: list[Tensor] = []  # where weights travel as differences, which all buckets do or none
-        for bucket in plan.buckets:
-            if not bucket.has_master and plan.offload is None:
-                continue  # the master is the parameter's own storage
+        for bucket in self._apart():
             master: Tensor = buffers.master_shard[bucket.index]
             own = buffers.owned(buffers.flat_param[bucket.index], bucket)
             if own.device == master.device or self._is_counted(bucket):
@@ -275,6 +271,15 @@ class ParamWrites:
         if masters:
             self._core.wait_for_host_memory()  # the last update may still copy from the masters
             copy_writes(masters, [own.to(masters[0].device) for own in weights], before or None)
+
+    def _apart(self) -> list[Bucket]:
+        """The buckets whose masters are not the parameters' own storage, where that has all of these."""
+        plan = self._core.plan
+        return [] if plan.placement.shards_weights else [b for b in plan.buckets if b.has_master or plan.offload]
+
+    def copies_apart(self) -> list[Tensor]:
+        """What the parameters are whose masters lie elsewhere."""
+        return [self._core.buffers.flat_param[bucket.index].clone() for bucket in self._apart()]
 
     def _is_counted(self, bucket: Bucket) -> bool:
         """Whether autograd has seen a write since `remember`."""

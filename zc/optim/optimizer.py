@@ -33,7 +33,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from zc import torch_private
 from zc.engine.memory_order import Sent, change_each, flattened, in_shape, is_cut, joined
-from zc.errors import PlanError, ZcError
+from zc.errors import PlanError, ZcError, kept_params, not_its_own
+from zc.kernels.copy_writes import same_bits
 from zc.optim.assignment import is_known
 from zc.optim.flat_slices import FlatSlices, are_same
 from zc.optim.grad_shards import GradShards, ShardedGrad
@@ -112,6 +113,7 @@ class ShardedOptimizer:
         self._num_tried = 0  # groups
         self._options = set[str]()  # of a group, those that methods of an unknown class set
         self.methods: list[str] = []  # of the class, that run on slices when the caller calls them
+        self._weights_before: list[Tensor] = []  # inside of the step of a class that `_keeps_params`
         self._updating: tuple[int, ...] | None = None  # inside of the class's step: buckets with a gradient
         self.num_updates = 0  # begun since the last load, so equal on all ranks between two updates
         self.updater: Updater  # from `start` on
@@ -621,16 +623,23 @@ class ShardedOptimizer:
         self.runtime.group.record_call(f"{type(self.optimizer).__name__}.step")
         self.runtime.weights.before_writes()
         self._writes.take_over()
+        if self._keeps_params:
+            self._weights_before = self._writes.copies_apart()
         changed = self._touched()
         if self._takes_flat and self._flat.find([slices for _, slices in self._lists]):
             self._flat.enter(self._groups)
         else:
             self._install(changed)
         self.updater.before(changed)
-        self._updating = changed
+        self._updating, self.grad_shards.updating = changed, self.local
         self.num_updates += 1
         self._limit_groups(has_grads=True)
         return (self.local, *args[1:]), kwargs
+
+    @cached_property
+    def _keeps_params(self) -> bool:
+        """Whether it has parameters beside its groups, when it first steps."""
+        return not self._is_known and bool(kept_params(self.optimizer))
 
     @cached_property
     def _calls_of_closure(self) -> tuple[int, bool] | None:
@@ -672,8 +681,10 @@ class ShardedOptimizer:
         return (args[0], answer, *args[2:]), kwargs
 
     def _after_step(self, *_: Any) -> None:
-        changed, self._updating = self._updating or (), None
+        changed, self._updating, self.grad_shards.updating = self._updating or (), None, None
         cleared = [] if self._is_known else self._cleared(changed)
+        before, self._weights_before = self._weights_before, []
+        has_written = not all(map(same_bits, before, self._writes.copies_apart() if before else ()))
         self._leave()
         self._check_places("in step()")
         self.updater.after(changed)
@@ -686,6 +697,22 @@ class ShardedOptimizer:
             numbers = self.runtime.group.max_on_host([*digests, *cleared], text)
             self._share_options(numbers, changed)
             self._clear(changed, numbers[len(digests) :])
+            self._refuse_assigned()
+        if has_written:
+            raise ZcError(
+                f"{type(self.optimizer).__name__}.step() has written weights of the model, and zc updates masters that "
+                f"lie elsewhere (param_dtype, offload), so the writes are lost: {not_its_own(self.local)}"
+            )
+
+    def _refuse_assigned(self) -> None:
+        """Raises ZcError where a step of the class has set the gradient of a parameter of the model to another
+        tensor."""
+        runtime, has_taken = self.runtime, self.runtime.listener.has_taken
+        for name in self._names.values():
+            grad = runtime.params[name].grad
+            if grad is not None and grad is not runtime.sharded_grads[name] and not has_taken(grad):
+                runtime.params[name].grad = None
+                self.grad_shards.refuse_met(self.local, name)
 
     def run_on_slices(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs another method of the class, all ranks the same, and publishes the weights that it has changed."""
@@ -799,6 +826,8 @@ def replace_methods(model: nn.Module, sharded: ShardedOptimizer) -> None:
             held.runtime.group.raised = f"{type(error).__name__}: {error}"  # where others have not, they are told
             held.publish_rest()  # other ranks publish the same buckets
             raise
+        finally:
+            held.grad_shards.updating = None  # Ctrl-C may have cut it off
         held.runtime.group.raised = ""
         return result
 

@@ -128,7 +128,7 @@ class ShardedWeights(Weights):
             return True
         if self.passes.is_passing:
             self.read([param])
-        elif self._states.is_reading or not self.whole.was_read(param):
+        elif self._states.is_reading or self.managed.update is not None or not self.whole.was_read(param):
             return False
         if is_raw:
             self.whole.lend(param)
