@@ -30,7 +30,7 @@ from zc.registry import sharded
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
-TOLERANCE = 1.5e-5  # of weights and losses after a few updates: the order of summation is another one than DDP's
+TOLERANCE = 2e-5  # of weights and losses after a few updates: the order of summation is another one than DDP's
 NAMES = ("replicate", "shard")
 
 
@@ -67,7 +67,7 @@ class Loop:
     make: str = "adamw"
     stage: int = 2
     backend: str = "eager"
-    updates: int = 3  # in the first the branch is rank 3's alone, then the odd ranks'
+    updates: int = 4
     options: dict[str, Any] = field(default_factory=dict)
 
 

@@ -22,7 +22,7 @@ from zc.ranks.journal import GATHER, REDUCE
 from zc.ranks.routes import Memory
 from zc.registry import sharded
 
-TOLERANCE = 1e-5  # of weights after three updates: the order of summation is the topology's, and DDP's another
+TOLERANCE = 2e-5  # of weights after six updates: the order of summation is the topology's, and DDP's another
 
 
 def on_hosts(rank: int, world_size: int, per_host: int, run: Run) -> dict[str, Tensor]:
@@ -39,8 +39,8 @@ def test_ddp_s_weights_and_one_result_for_every_bucket_size(world_size: int, per
     backend = "aot_eager" if FULL else "eager"  # how gradients are sent is no part of a graph
     every: list[dict[str, Any]] = [{"bucket_nbytes": 2048}, {"bucket_nbytes": 10**7}, {"overlap_gather": True}]
     every += every[:1] if FULL else []  # that the first gives the same twice is in test_bitwise.py
-    runs = [(per_host, Run("mlp", stage=stage, backend=backend, updates=3, options=options)) for options in every]
-    wanted = ddp_reference(world_size, "mlp", 1, 3, runs[0][1].make_optimizer, None)
+    runs = [(per_host, Run("mlp", stage=stage, backend=backend, updates=6, options=options)) for options in every]
+    wanted = ddp_reference(world_size, "mlp", 1, 6, runs[0][1].make_optimizer, None)
     (_, (first, *_)), *_ = trained = run_cases(on_hosts, world_size, runs, timeout=300.0)
     assert worst(first, wanted)[0] < TOLERANCE
     for (_, run), ranks in trained:
