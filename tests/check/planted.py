@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -250,6 +251,27 @@ def _forgetful(rank: int) -> contextlib.AbstractContextManager[Any]:
     return mock.patch.object(zc, "no_sync", wrong)
 
 
+def _twice(rank: int) -> contextlib.AbstractContextManager[Any]:
+    """What a block of no_sync adds, it adds twice."""
+    right = zc.no_sync
+
+    @contextlib.contextmanager
+    def wrong(model: nn.Module) -> Iterator[None]:
+        hooks = [param.register_hook(lambda grad: 2 * grad) for param in model.parameters()]
+        with right(model):
+            yield
+        for hook in hooks:
+            hook.remove()
+
+    return mock.patch.object(zc, "no_sync", wrong)
+
+
+def _apart(rank: int) -> contextlib.AbstractContextManager[Any]:
+    """Each rank trains in a group of its own."""
+    alone = [dist.new_group([each]) for each in range(NUM_RANKS)][rank]
+    return mock.patch.object(zc, "compile", functools.partial(zc.compile, group=alone))
+
+
 def _in_step(change: Callable[[Any], None], when: str) -> Callable[[int], contextlib.AbstractContextManager[Any]]:
     """``change`` of zc's optimizer, before or after its class's step."""
     from zc.optim.optimizer import ShardedOptimizer
@@ -268,6 +290,16 @@ def _in_step(change: Callable[[Any], None], when: str) -> Callable[[int], contex
 def _decay(optimizer: Any) -> None:
     for part in optimizer.slices.values():
         part.mul_(1 - 1e-3 * 0.1)
+
+
+def _forget_decay(optimizer: Any) -> None:
+    for group in optimizer.local.param_groups:
+        group["weight_decay"] = 0.0
+
+
+def _double_lr(optimizer: Any) -> None:
+    for group in optimizer.local.param_groups:
+        group["lr"] *= 2
 
 
 def _count(optimizer: Any) -> None:
@@ -293,6 +325,11 @@ SABOTAGES: dict[str, Sabotage] = {
     "a rank's gradient is lost": Sabotage("rank-missing", _missing, {"stage": 3}),
     "accumulation in bf16": Sabotage("narrow-accumulation", _narrow, {"stage": 2, "microbatches": 2}),
     "a microbatch is lost": Sabotage("microbatch-missing", _forgetful, {"stage": 1, "microbatches": 2}),
+    "a microbatch counts twice": Sabotage("microbatch-twice", _twice, {"stage": 2, "microbatches": 2}),
+    "the last microbatch alone": Sabotage("microbatch-alone", _forgetful, {"stage": 2, "microbatches": 3}),
+    "nothing is reduced": Sabotage("not-reduced", _apart, {"stage": 2}),
+    "an update twice as large": Sabotage("update-twice", _in_step(_double_lr, "_before_step"), {"stage": 1}),
+    "no decay": Sabotage("no-decay", _in_step(_forget_decay, "_before_step"), {"stage": 3}),
     "decay": Sabotage("decay-twice", _in_step(_decay, "_before_step"), {"stage": 2}),
     "counter": Sabotage("optimizer-state", _in_step(_count, "_after_step"), {"stage": 2}),
     "compiled": Sabotage("zc-compiled", _wrong_when_compiled, {"stage": 2, "backend": "aot_eager"}),

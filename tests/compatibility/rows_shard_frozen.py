@@ -13,6 +13,7 @@ import rows_updates
 import torch
 from models import GPT, Broken, Heads, frozen, mlp
 from rows import Loop, Row, add, plain, sgd
+from tiers import FULL
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -55,7 +56,8 @@ def unsharded(name: str, loop: Loop, make: Callable[[], nn.Module], **given: Any
     add(Row(f"shard_frozen: {name}", ITEM, loop, make, options={"shard_frozen": True}, **given))
 
 
-sharded("blocks, checkpointing, non-reentrant", rows_params.language, lambda: GPT(16, 3, use_checkpoint=True))
+sharded("blocks, checkpointing, non-reentrant", rows_params.language,
+        lambda: GPT(16, 3 if FULL else 2, use_checkpoint=True))  # fmt: skip
 sharded("blocks, checkpointing, reentrant", rows_params.language,
         lambda: GPT(16, 3, use_checkpoint=True, reentrant=True))  # fmt: skip
 sharded("evaluation between a forward and its backward", rows_updates.evaluation_inside)

@@ -45,6 +45,7 @@ from late_gathers import late_gathers
 from oracle import weights, worst
 from rank_process import collect, freeze_what_stays
 from rows import BACKENDS, ROWS, STAGES, Row, Script, make_plain, plain, sgd
+from tiers import FULL
 from torch import Tensor, nn
 
 import zc
@@ -161,7 +162,8 @@ def _cell(rank: int, world_size: int, row: Row, backend: str, stage: int) -> See
         model = _fresh(row)
         optimizer = row.optimizer(p for p in model.parameters() if p.requires_grad)
         own = {name: value() if callable(value) else value for name, value in row.options.items()}
-        options = {"bucket_nbytes": 512, **own}
+        # a bucket a parameter, or by default in stages 1 and 3 a layer: each bucket has schedules of its own to build
+        options = {"bucket_nbytes": 512 if FULL or stage == 2 else 1200, **own}
         with late_gathers(LATE) if options.get("overlap_gather") else contextlib.nullcontext():
             zc.compile(model, optimizer, stage=stage, backend=backend, **options)
             script = Script(model, optimizer, rank, world_size, torch.float32, True, backend, stage)

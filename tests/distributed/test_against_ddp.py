@@ -46,9 +46,13 @@ def test_the_same_weights_as_ddp(world_size: int, backend: str, stage: int, loop
     # Inductor compiles each segment: by default it gets those of three heads, and of attention in test_bitwise.py
     is_short = backend == "inductor" and not FULL
     case, options = ("heads", {"bucket_nbytes": 2048}) if is_short else ("gpt_tied", {})
-    run = Run(case, stage=stage, backend=backend, microbatches=microbatches, declared=declared, options=options)
+    updates = 20 if FULL or world_size == 2 else 6
+    run = Run(
+        case, stage=stage, backend=backend, updates=updates, microbatches=microbatches, declared=declared,
+        options=options,
+    )  # fmt: skip
     error, name = against_ddp(world_size, run)
-    assert error < TOLERANCE, name
+    assert error < TOLERANCE * updates / 20, name
 
 
 def assert_all_as_ddp(runs: list[Run]) -> None:
@@ -82,16 +86,18 @@ def test_every_kind_of_model_under_inductor() -> None:
 def test_native_reduction(world_size: int, stage: int) -> None:
     """``reduce="native"`` sums in the backend's own order: other rounding, the same mean."""
     backend = "aot_eager" if FULL else "eager"  # how gradients are sent is no part of a graph
-    run = Run("gpt_tied", stage=stage, backend=backend, microbatches=2, updates=10, options={"reduce": "native"})
+    updates = 10 if FULL else 4
+    run = Run("gpt_tied", stage=stage, backend=backend, microbatches=2, updates=updates, options={"reduce": "native"})
     error, name = against_ddp(world_size, run)
-    assert error < TOLERANCE, name
+    assert error < TOLERANCE * updates / 10, name
 
 
 def test_clipping_and_momentum() -> None:
     """The norm is that of the mean gradient over all elements once, so clipped runs agree as well; at
     0.1 every update is clipped."""
-    error, name = against_ddp(2, Run("gpt_tied", updates=10, max_norm=0.1, make_optimizer=sgd))
-    assert error < TOLERANCE, name
+    updates = 10 if FULL else 4
+    error, name = against_ddp(2, Run("gpt_tied", updates=updates, max_norm=0.1, make_optimizer=sgd))
+    assert error < TOLERANCE * updates / 10, name
 
 
 def _two_devices(rank: int, world_size: int) -> list[float]:

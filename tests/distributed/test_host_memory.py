@@ -24,9 +24,10 @@ from zc.engine.buffers import Buffers
 from zc.engine.streams import ThreadStreams
 from zc.ranks import neighbours
 
+UPDATES = 5 if FULL else 2
 RUNS = [
-    Run("mlp", stage=2, backend="aot_eager", updates=5), Run("mlp", stage=1, backend="aot_eager", updates=5),
-    Run("gpt_tied", stage=2, updates=5), Run("gpt_tied", stage=1, updates=5),
+    Run(case, stage=stage, backend=backend, updates=UPDATES)
+    for case, backend in (("mlp", "aot_eager"), ("gpt_tied", "eager")) for stage in (2, 1)
 ]  # fmt: skip
 
 

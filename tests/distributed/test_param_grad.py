@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from harness import run_ranks
 from torch import Tensor, nn
@@ -24,7 +23,7 @@ def _norms(rank: int, world_size: int) -> dict[str, object]:
     assert grad is not None
     with model.no_sync():
         early = message_of(lambda: grad.norm(dim=1))
-    return {
+    norms = {
         "early": early,
         "all": grad.norm(),
         "all dims": grad.norm(dim=(0, 1)),
@@ -34,11 +33,13 @@ def _norms(rank: int, world_size: int) -> dict[str, object]:
         "columns": grad.norm(dim=0),
         "places": grad.max(dim=-1).values,
     }
+    factor = torch.full((1, 1), 0.5)
+    return norms | {"halved": grad.mul_(factor).full_tensor(), "doubled": grad.div_(factor).full_tensor()}
 
 
-def test_a_norm_is_of_all_elements_or_of_rows() -> None:
+def test_a_norm_is_of_all_elements_or_of_rows_and_a_factor_of_one_has_any_number_of_dimensions() -> None:
     """A norm of rows was that of the whole gradient, so row-wise clipping trained wrong numbers; then it was refused,
-    and with it timm's AGC."""
+    and with it timm's AGC. A shard of a row that is cut over ranks is 1-D: a factor [1, 1] raised there."""
     whole = torch.full((1, 200), 2 * 1.5)  # mean over ranks of the sum over two samples
     for norms in run_ranks(_norms, 2):
         for name, shape in (("all", ()), ("all dims", ()), ("kept", (1, 1)), ("float64", ())):
@@ -49,29 +50,9 @@ def test_a_norm_is_of_all_elements_or_of_rows() -> None:
         kind, text = norms["early"]
         assert kind == "ZcError" and "norm(dim=[1]) of the gradient of weight inside no_sync" in text
         wanted = {"rows": whole.norm(dim=1, keepdim=True), "columns": whole.norm(dim=0), "places": whole.amax(dim=1)}
+        wanted |= {"halved": whole / 2, "doubled": whole}
         for name, value in wanted.items():
             torch.testing.assert_close(norms[name], value)
-
-
-def _scaled(rank: int, world_size: int, how: str) -> Tensor:
-    model = one_row_model()
-    zc.compile(model, torch.optim.SGD(model.parameters(), lr=0.1), backend="eager", stage=2)
-    model(torch.full((2, 200), 1.0 + rank)).sum().backward()
-    grad = model.weight.grad
-    assert grad is not None
-    factor = torch.full((1, 1), 0.5)
-    if how == "mul_":
-        grad.mul_(factor)
-    else:
-        grad.div_(1 / factor)
-    return grad.full_tensor()
-
-
-@pytest.mark.parametrize("how", ["mul_", "div_"])
-def test_a_factor_of_one_element_has_any_number_of_dimensions(how: str) -> None:
-    """A shard of a row that is cut over ranks is 1-D: a factor [1, 1] raised there."""
-    for grad in run_ranks(_scaled, 2, how):
-        torch.testing.assert_close(grad, torch.full((1, 200), 1.5))
 
 
 @zc.elementwise
