@@ -521,6 +521,8 @@ def test_what_goes_by_position_is_refused(where: str) -> None:
     assert kind == "PlanError" and "by position" in text
     for harmless in ([1.0, 1.0, 1.0], [2.0] * 4):
         check_positions(ByIndex(params, where, harmless), CPU)
+    kind, text = message_of(lambda: check_positions(ByIndex(params[:2], where, [1.0, 10.0]), CPU))
+    assert kind == "PlanError" and "each of 2 parameters, by position" in text, text
     check_positions(ByIndex(params[:2], where, [1.0] * 9), CPU)  # two parameters and a pair
     noisy = Noisy(params[:2])
     noisy.param_groups[0]["betas"] = (0.9, 0.99)

@@ -8,7 +8,7 @@ from torch import nn
 
 from zc.config import Config
 from zc.planning import packing as planning
-from zc.planning.blocks import find_kinds
+from zc.planning.blocks import find_kinds, matrices_around
 from zc.planning.packing import ParamSpec, make_plan
 from zc.planning.plan import ALONE, BlockKind, Plan, split_name
 
@@ -70,6 +70,14 @@ def test_what_is_no_block() -> None:
     assert find_kinds(Net([nn.Linear(4, 4) for _ in range(6)])) == (), "leaves"
     assert find_kinds(Net([nn.Sequential(nn.LayerNorm(4), nn.GELU()) for _ in range(6)])) == (), "no matrix"
     assert find_kinds(Net([nn.Sequential(nn.GELU(), nn.Tanh()) for _ in range(6)])) == (), "no parameter"
+
+
+def test_the_matrices_around_blocks_are_those_that_more_than_embeddings_have() -> None:
+    net = Net([Block() for _ in range(4)])
+    assert matrices_around(net, find_kinds(net)) == {"head.weight"}
+    assert matrices_around(net, ()) == frozenset(), "no blocks"
+    net.tokens.weight = net.head.weight = nn.Parameter(torch.zeros(8, 4))
+    assert matrices_around(net, find_kinds(net)) == {"tokens.weight"}, "the first of its two names"
 
 
 def test_tied_parameters_inside_of_every_block() -> None:
