@@ -154,11 +154,6 @@ class CompiledGraph(ABC):
         """The name of a member's parameter that stands for one of the graph's; None: of the graph's own block."""
         return name if self.block is None or member is None else self.block.in_block(name, member)
 
-    def member_of(self, args: Sequence[Any]) -> str | None:
-        """The member whose parameters are among ``args``; None: of none, or of several."""
-        assert self.block is not None
-        return self.block.member_of([args[position] for position in self._own_inputs])
-
     def get(self, member: str | None, variant: Hashable) -> Program:
         if self._num_left != self.runtime.num_left:  # a slot that they name may have lost its parameter
             self._programs.clear()
@@ -233,20 +228,17 @@ class CompiledForward(CompiledGraph):
         self.get(self.traced_for, None)  # while Dynamo's context is open
 
     def __call__(self, args: list[Any]) -> tuple[Any, ...]:
-        """A forward of the model has come to this graph."""
-        program = self.program(args)
+        """A forward of the model has come to this graph: the program for the block whose parameters are among ``args``
+        runs."""
+        member = None
+        if self.block is not None:
+            member = self.block.member_of([args[position] for position in self._own_inputs])
+            if member is None:
+                raise ZcError(f"a forward of a block like {self.block.name} got parameters of several blocks")
+        program = self.get(member, None)
         outputs = program(args, self.runtime.streams)
         self.runtime.weights.note_forward(program)
         return outputs
-
-    def program(self, args: Sequence[Any]) -> Program:
-        """The one for the block whose parameters are among ``args``."""
-        if self.block is None:
-            return self.get(None, None)
-        member = self.member_of(args)
-        if member is None:
-            raise ZcError(f"a forward of a block like {self.block.name} got parameters of several blocks")
-        return self.get(member, None)
 
     @property
     def owned(self) -> list[Program]:
@@ -389,7 +381,7 @@ class _Variant(NamedTuple):
     reduces: bool
     visible: frozenset[str]
     keeps_graph: bool
-    gone: frozenset[str]
+    gone: frozenset[str] = frozenset()
 
 
 class CompiledBackward(CompiledGraph):
@@ -402,11 +394,13 @@ class CompiledBackward(CompiledGraph):
         self._reads = [(k, node.meta["param"]) for k, node in inputs if "param" in node.meta]  # sharded weights
         self.grad_of = _grad_of(self.graph, origin)
         self.written = [name for name in self.grad_of if name is not None]
+        self._all_written = frozenset(self.written)
         self.params += self.written
         # by member: the names of its parameters whose gradients the graph makes -> the names in `written`
         self._names: dict[str | None, dict[str, str]] = {}
         self._has_donated = any(node.meta.get("donated") for node in self.graph.nodes)
-        self.get(self.traced_for, self._variant(frozenset(), keeps_graph=False))  # while Dynamo's context is open
+        variant = _Variant(self.runtime.current_plan.reduces, frozenset(), keeps_graph=False)
+        self.get(self.traced_for, variant)  # while Dynamo's context is open
 
     def __call__(self, args: list[Any]) -> tuple[Any, ...]:
         """A backward of autograd's has come to this graph."""
@@ -433,11 +427,11 @@ class CompiledBackward(CompiledGraph):
         """
         runtime = self.runtime
         keeps_graph = self._has_donated and torch_private.keeps_graph()
-        member = None
+        variant, member = _Variant(runtime.current_plan.reduces, self._all_written, keeps_graph), None
         if self.block is not None:
-            member = self.member_of(args)
+            member = self.block.member_of([args[position] for position in self._own_inputs])
             if member is None:
-                return self.get(None, self._variant(frozenset(self.written), keeps_graph))
+                return self.get(None, variant)
         if member not in self._names:
             self._names[member] = {self.name_in(member, name): name for name in self.written}
         names = self._names[member]
@@ -446,10 +440,10 @@ class CompiledBackward(CompiledGraph):
         seen = torch_private.needed_by_autograd({name: params[name] for name in trained}) | (written - trained)
         visible = frozenset(names[name] for name in seen | (written & runtime.summed_by_autograd))
         gone = self._gone(member, args) if runtime.num_left else frozenset[str]()
-        variant = self._variant(visible, keeps_graph, gone)
+        variant = variant._replace(visible=visible, gone=gone)
         is_new = (member, variant) not in self._programs
         if is_new and sum(other == member for other, _ in self._programs) >= MAX_PROGRAMS - 2:
-            variant = self._variant(frozenset(self.written), keeps_graph, gone)
+            variant = variant._replace(visible=self._all_written)
             runtime.say_once(
                 f"a backward graph met more than {MAX_PROGRAMS - 2} sets of parameters with hooks, or of inputs of "
                 "torch.autograd.grad: for further sets all of its gradients come through hooks, without overlap"
@@ -460,9 +454,6 @@ class CompiledBackward(CompiledGraph):
         """The weights that the graph reads, and that have left the plan since its forward: others have their names."""
         placed = self.runtime.placed
         return frozenset(name for k, name in self._reads if args[k] is not placed.get(self.name_in(member, name)))
-
-    def _variant(self, visible: frozenset[str], keeps_graph: bool, gone: frozenset[str] = frozenset()) -> _Variant:
-        return _Variant(self.runtime.current_plan.reduces, visible, keeps_graph, gone)
 
     @property
     def owned(self) -> list[Program]:

@@ -180,12 +180,9 @@ class Buffers:
         return self.master_shard[bucket.index].detach()[inside], elements
 
     def make_arena(self, nbytes: int) -> None:
-        """Room for gathered weights. Lifetime: until `drop_arena`, called when no stream uses it."""
+        """Room for gathered weights. Lifetime: until ``arena`` is cleared, when no stream uses it."""
         if not self.arena or self.arena[0].numel() < nbytes:
             self.arena[:] = [empty(nbytes, torch.uint8, self.plan.buckets[0].device)]
-
-    def drop_arena(self) -> None:
-        self.arena.clear()
 
     def gathered(self, name: str, bucket: Bucket, start: int) -> Tensor:
         """[P]: the whole weights of a bucket, at byte ``start`` of the arena or in memory of their own."""
@@ -484,14 +481,9 @@ class Accumulators:
         self.nbytes_moved[way] += out.nbytes
 
     def open_shards(self) -> None:
-        """Other ranks may read this rank's shards of the weights until `close_shards`, where they do (`Way.SHARDS`)."""
-        if self.routes.gathers_alone:
+        """Other ranks may read this rank's shards of the weights until `Shards.close`, where they do."""
+        if self.routes.shards is not None:
             self.routes.shards.open({index: self.buffers.weight_shard(index) for index in self.buffers.filled})
-
-    def close_shards(self) -> None:
-        """Returns when no rank reads a shard any more, so that all of them may be written."""
-        if self.routes.gathers_alone:
-            self.routes.shards.close()
 
     def clear(self, buckets: Sequence[Bucket], *, set_to_none: bool) -> None:
         """zero_grad. With ``set_to_none`` False the gradients become zeros, which still count as gradients."""

@@ -65,9 +65,6 @@ class Exchanges:
         except RuntimeError as error:
             raise (self.journal.explained(error) if self.journal is not None else error) from error
 
-    def _work(self, entry: Entry | str, *steps: Step) -> Work:
-        return Work(entry, *steps, journal=self.journal)
-
     def _data_work(self, work: dist.Work | None, entry: Entry) -> Work:
         """A collective of the data group. The watch sees it if the host waits for it."""
         return Work(entry, collective(work), journal=None if self._waits_on_stream else self.journal)
@@ -91,7 +88,7 @@ class Exchanges:
         if not self._waits_on_stream:  # gloo's work for it waits without end, whatever time limit it is given
             is_on_host = self._device.type == "cpu"
             stream = None if is_on_host else torch.accelerator.current_stream(self._device)
-            return self._work(entry, messages([work], stream=stream))
+            return Work(entry, messages([work], stream=stream), journal=self.journal)
         return self._data_work(work, entry)
 
     def all_gather(self, out: Tensor, shard: Tensor, kind: str, bucket: int) -> Work:
@@ -135,7 +132,7 @@ class Exchanges:
                     works.append(self._pair(start, piece, rank, entry))
                     ranks.append(self.numbers[rank])
         copy_own_piece(received, sent, self.rank)
-        return self._work(entry, messages(works, ranks=ranks))
+        return Work(entry, messages(works, ranks=ranks), journal=self.journal)
 
     def _exchange_all(self, received: Pieces, sent: Pieces, entry: Entry) -> Work:
         """The same by one collective."""
@@ -153,7 +150,7 @@ class Exchanges:
             works.append(self._pair(dist.irecv, received[source], source, entry))
             works.append(self._pair(dist.isend, sent[target], target, entry))
             ranks += [self.numbers[source], self.numbers[target]]
-        return self._work(entry, messages(works, ranks=ranks))
+        return Work(entry, messages(works, ranks=ranks), journal=self.journal)
 
     def _pair(self, start: Callable[..., Any], tensor: Tensor, rank: int, entry: Entry) -> Any:
         """A message to or from one rank. The tag names the exchange, so ranks that are out of step wait for different
