@@ -11,7 +11,7 @@ the ``zero_grad`` that sets gradients to None, the others always::
     master_shard  S * acc_dtype      only where param_dtype is narrower than acc_dtype; for an optimizer that reads
                                      whole parameters, the parameters that this rank owns (`zc.planning.layout`)
     acc           S (stage 2) or P (stage 1) * acc_dtype
-    ring          num_buffers flat_grad in reduce_dtype and one scratch, sized for the largest bucket; no scratch
+    ring          num_buffers flat_grad in grad_dtype and one scratch, sized for the largest bucket; no scratch
                   where ranks read each other's memory. A reduction of several hops (`zc.planning.plan`) also needs
                   two host_sum, of P / ranks per host elements each, or [S] with replicas; its scratch has room
                   for the largest hop. Ranks of one host that exchange messages sum them in flat_grad or acc
@@ -317,7 +317,7 @@ class Buffers:
             case Buffer("param", index):
                 return part_of(self._param[index], self.numel_owned(bucket), bucket.param_dtype)
             case Buffer("flat_grad", index):
-                return part_of(self.ring.flat_grad[index], bucket.numel, bucket.reduce_dtype)
+                return part_of(self.ring.flat_grad[index], bucket.numel, bucket.grad_dtype)
         raise AssertionError(f"{name} has no tensor of its own")
 
     def staged_run(self, name: str, bucket: Bucket) -> Tensor:

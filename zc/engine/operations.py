@@ -326,7 +326,7 @@ def _compute_and_deposit(
     accs: Accumulators, bucket: int, buffer: str, slot: int, start: int, stop: int, *inputs: Tensor, how: str = "mm"
 ) -> None:
     record = accs.plan.buckets[bucket]
-    out = torch.empty(stop - start, dtype=record.reduce_dtype, device=record.device)
+    out = torch.empty(stop - start, dtype=record.grad_dtype, device=record.device)
     compute(how, out, inputs, add=False)
     accs.on_deposit(bucket, slot, out.view(record.slots[slot].shape))
 

@@ -114,16 +114,16 @@ class Exchanges:
         if not self._waits_on_stream:  # gloo gathers only rows of equal length
             received = [(rank, each) for rank, each in enumerate(rows) if each.numel()]
             sent = list(enumerate(row.repeat(self.world_size, 1))) if row.numel() else []
-            return self._exchange_all(received, sent, entry)
+            return self._exchange_at_once(received, sent, entry)
         return self._data_work(self._post(dist.all_gather, rows, row, group=self.data, async_op=True), entry)
 
-    def exchange(self, received: Pieces, sent: Pieces, kind: str, bucket: int) -> Work:
+    def exchange_pieces(self, received: Pieces, sent: Pieces, kind: str, bucket: int) -> Work:
         """``received`` <- the pieces that other ranks send to this one, each straight into its place, at most one per
         rank. This rank's own piece is copied, unless it is there already. ``kind`` is one of EXCHANGES. Asynchronous.
         All ranks call it, also those without a piece."""
         entry = self.begin(kind, bucket, sum(piece.nbytes for rank, piece in sent if rank != self.rank))
         if not self._by_pairs:
-            return self._exchange_all(received, sent, entry)
+            return self._exchange_at_once(received, sent, entry)
         works, ranks = [], list[int]()
         in_turn = sorted(sent, key=lambda item: (item[0] - self.rank) % self.world_size)
         for start, pieces in ((dist.irecv, received), (dist.isend, in_turn)):
@@ -134,7 +134,7 @@ class Exchanges:
         copy_own_piece(received, sent, self.rank)
         return Work(entry, messages(works, ranks=ranks), journal=self.journal)
 
-    def _exchange_all(self, received: Pieces, sent: Pieces, entry: Entry) -> Work:
+    def _exchange_at_once(self, received: Pieces, sent: Pieces, entry: Entry) -> Work:
         """The same by one collective."""
         out, rows = _joined(received, sent, self._device), _joined(sent, received, self._device)
         splits = _lengths(received, self.world_size), _lengths(sent, self.world_size)

@@ -162,7 +162,7 @@ class Group(Control):
             entry, rows = self.begin(kind, bucket, self._others(out.nbytes)), out.view(self.world_size, -1)
             if rows[self.rank].data_ptr() != shard.data_ptr():
                 rows[self.rank].copy_(shard)
-            steps = self._neighbours.exchange(EXCHANGES.index(kind), bucket, dict(enumerate(rows)), shard)
+            steps = self._neighbours.read_tensors(EXCHANGES.index(kind), bucket, dict(enumerate(rows)), shard)
             return Work(entry, *steps, journal=self.journal)
         if self.levels is not None:
             part = out.view(self.levels.host.world_size, -1)[self.levels.host.rank]
@@ -170,14 +170,14 @@ class Group(Control):
             return self.levels.host.all_gather(out, part, kind, bucket)
         return super().all_gather(out, shard, kind, bucket)
 
-    def exchange(self, received: Pieces, sent: Pieces, kind: str, bucket: int) -> Work:
-        """As `Exchanges.exchange`."""
+    def exchange_pieces(self, received: Pieces, sent: Pieces, kind: str, bucket: int) -> Work:
+        """As `Exchanges.exchange_pieces`."""
         if self._by_memory and self._neighbours is not None:
             entry = self.begin(kind, bucket, sum(piece.nbytes for rank, piece in sent if rank != self.rank))
             copy_own_piece(received, sent, self.rank)
-            steps = self._neighbours.exchange(EXCHANGES.index(kind), bucket, dict(received), dict(sent))
+            steps = self._neighbours.read_tensors(EXCHANGES.index(kind), bucket, dict(received), dict(sent))
             return Work(entry, *steps, journal=self.journal)
-        return super().exchange(received, sent, kind, bucket)
+        return super().exchange_pieces(received, sent, kind, bucket)
 
     def sum_(self, value: Tensor) -> None:
         """Adds a small tensor over the ranks, in place."""

@@ -173,7 +173,7 @@ class Neighbours:
 
     # --- whole exchanges ---
 
-    def exchange(
+    def read_tensors(
         self, kind: int, index: int, received: Mapping[int, Tensor], sent: Mapping[int, Tensor] | Tensor
     ) -> tuple[Step, ...]:
         """received[r] <- the tensor that rank r sends to this one. Done when the others have received theirs, too. All

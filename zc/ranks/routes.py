@@ -124,16 +124,16 @@ class Memory(Route):
             for rows, start, stop in self.neighbours.rows(sent, *own_range, places):
                 add_rows(total._replace(out=total.out[start:stop]), rows, bucket)
 
-        self.exchange(REDUCE, bucket.index, sent, add)
+        self.read_each_other(REDUCE, bucket.index, sent, add)
 
     def gather(self, bucket: Bucket, whole: Tensor, shard: Tensor, scratch: Tensor | None, base: Tensor | None) -> None:
         def read(places: Mapping[int, bytes]) -> None:
             for peer, place in places.items():
                 self.neighbours.read(whole[slice(*bucket.layout.net_range(peer))], peer, place)
 
-        self.exchange(GATHER, bucket.index, shard, read)
+        self.read_each_other(GATHER, bucket.index, shard, read)
 
-    def exchange(self, kind: str, bucket: int, tensor: Tensor, read_all: ReadAll) -> None:
+    def read_each_other(self, kind: str, bucket: int, tensor: Tensor, read_all: ReadAll) -> None:
         """Ranks of this host read each other's ``tensor``: a part each if it is reduced, all of it if it is gathered.
         At the end all have read, so each may write its own again (docs/proof.md). Where Ctrl-C or a signal's handler
         raises on the calling thread, this is done first, since the others wait for this rank; ``read_all`` may be
@@ -246,7 +246,7 @@ class Encoded(Route):
         count, size, end = self._ranks.world_size, received.rows.nbytes, sent.rows.nbytes
         rows = scratch[end : end + count * size].view(count, size)
         pieces = list(enumerate(sent.split(scratch)))
-        self._ranks.exchange(list(enumerate(rows)), pieces, REDUCE, bucket.index).wait()
+        self._ranks.exchange_pieces(list(enumerate(rows)), pieces, REDUCE, bucket.index).wait()
         sum_blocks(rows, total.out, received.blocks, scale=total.scale, add=total.add)
 
     def gather(self, bucket: Bucket, whole: Tensor, shard: Tensor, scratch: Tensor | None, base: Tensor | None) -> None:
