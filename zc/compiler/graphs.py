@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
@@ -25,6 +25,7 @@ from zc.planning.plan import Plan
 from zc.schedule import codegen
 
 if TYPE_CHECKING:
+    from zc.compiler.blocks import Block
     from zc.engine.core import Core
     from zc.engine.runtime import Runtime
 
@@ -62,27 +63,6 @@ def as_traced(gm: fx.GraphModule, example_inputs: Sequence[Any], kwargs: dict[st
     # it is Inductor's default; as an argument it would be part of the cache's key
     kwargs = {key: item for key, item in kwargs.items() if key != "get_decomp_fn"}
     return Traced(gm, kwargs, tuple(torch_private.written_inputs()), tuple(torch_private.returned_inputs()))
-
-
-class Block(Protocol):
-    """The block of the model that a graph was traced for, where one graph runs for all blocks of a kind
-    (`zc.compiler.blocks`). A *member* is the name of such a block."""
-
-    @property
-    def name(self) -> str: ...
-
-    def path(self, name: str | None) -> str | None:
-        """A parameter's name in this block; None: it is not of this block."""
-
-    def in_block(self, name: str, member: str) -> str:
-        """The name in ``member`` of a parameter of this block; any other name as it is."""
-
-    def member_of(self, params: Sequence[object]) -> str | None:
-        """The one member that has these parameters; None: none has, or several have."""
-
-    def moved(self, template: Program, source: str, member: str, names: Sequence[str]) -> fx.Graph | None:
-        """The schedule of member ``source``, moved to ``member``. ``names``: the parameters that it names, as in this
-        block. None: their places differ by more than a shift."""
 
 
 @dataclass

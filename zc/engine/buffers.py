@@ -54,7 +54,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
@@ -66,20 +66,9 @@ from zc.ranks.routes import Routes, part_of
 from zc.schedule.buffer import Buffer
 
 if TYPE_CHECKING:
+    from zc.offload.host_step import HostMemory
     from zc.ranks.group import Group
     from zc.schedule.spec import Op
-
-
-class PinnedMemory(Protocol):
-    """Host memory that the plan's device copies from and to (`zc.offload.host_step`)."""
-
-    note: str | None  # why the memory is not as requested, if it is not
-
-    def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """[numel] of zeros."""
-
-    def unlock(self) -> None:
-        """Nothing copies any more: what was allocated may become ordinary memory."""
 
 
 class Buffers:
@@ -100,7 +89,7 @@ class Buffers:
     `all_tensors`. When a model is dropped, its streams may still use them, and these lists name all such memory.
     """
 
-    def __init__(self, plan: Plan, rank: int, memory: PinnedMemory | None = None) -> None:
+    def __init__(self, plan: Plan, rank: int, memory: HostMemory | None = None) -> None:
         self.plan, self.rank, self._memory = plan, rank, memory
         self.ring = Ring(plan)
         # All lists of tensors. A list stays the same object while its tensors come and go.

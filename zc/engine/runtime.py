@@ -28,7 +28,7 @@ from torch.utils.hooks import RemovableHandle
 from zc import torch_private
 from zc.engine import param_checks
 from zc.engine.buffers import Acc, Buffers
-from zc.engine.core import AtBoundary, Core, Features, Listener, weakly
+from zc.engine.core import Core, Features, Listener, weakly
 from zc.engine.deposits import Deposits
 from zc.engine.ledger import Where
 from zc.engine.program import Program
@@ -40,6 +40,7 @@ from zc.ranks.group import Group
 
 if TYPE_CHECKING:
     from zc.config import Config
+    from zc.engine.buffer_sync import BufferSync
     from zc.engine.param_checks import BlockPlaces
     from zc.ranks.journal import Journal
 
@@ -98,7 +99,8 @@ class Runtime(Core):
         self.outside_blocks: frozenset[str] = frozenset()  # matrices that no block reads
         self.block_places: list[BlockPlaces] = []  # of what is compiled by itself
         self.listener = Listener()  # the optimizers
-        self.buffer_sync: AtBoundary | None = None  # None: each rank keeps its own buffers
+        # what else travels where all ranks meet; None: each rank keeps its own buffers
+        self.buffer_sync: BufferSync | None = None
         self.hooks: list[RemovableHandle] = []  # on parameters
         self._hook_of: dict[str, RemovableHandle] = {}  # the same by name
         self._phase = Phase.IDLE
