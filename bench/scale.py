@@ -66,7 +66,7 @@ def plan_points(model: str, worlds: list[int]) -> Iterator[Point]:
     for name, nbytes in (("by default", None), ("of 25 MiB", 25 * 2**20)):
         buckets = make_plan(specs, Config(bucket_nbytes=nbytes), flat(worlds[0])).buckets
         yield Point("number of buckets", f"{model}, {name}", worlds[0], len(buckets), "buckets")
-        largest = max(b.numel * b.reduce_dtype.itemsize for b in buckets)
+        largest = max(b.numel * b.grad_dtype.itemsize for b in buckets)
         yield Point("largest bucket", f"{model}, {name}", worlds[0], largest / MB, "MB")
     for world in worlds:
         for reduce in ("exact", "native"):
@@ -78,7 +78,7 @@ def plan_points(model: str, worlds: list[int]) -> Iterator[Point]:
                 if network.name == "zero":
                     continue
                 wire = sum(
-                    network.seconds(kind, b.numel * b.reduce_dtype.itemsize, world)
+                    network.seconds(kind, b.numel * b.grad_dtype.itemsize, world)
                     + network.seconds("all_gather", b.numel * b.param_dtype.itemsize, world)
                     for b in plan.buckets
                 )

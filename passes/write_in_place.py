@@ -120,7 +120,7 @@ def _maker(grad: Any, bucket: Bucket, slot: int, *, adds: bool) -> _Maker | None
     val = grad.meta.get("val")
     if not _is_plain(result) or not _is_plain(val) or result.numel() != bucket.slots[slot].numel:
         return None
-    wanted = bucket.acc_dtype if adds else bucket.reduce_dtype
+    wanted = bucket.acc_dtype if adds else bucket.grad_dtype
     same_dtype = result.dtype == wanted and (adds or not has_cast)
     if node.target not in _MATMULS:
         return _scatter(node, tuple(chain)) if same_dtype else None

@@ -382,20 +382,20 @@ def check_encodings(config: Config, dtypes: Mapping[str, torch.dtype], rules: Se
 def check_plan(plan: Plan) -> None:
     """Raises PlanError if a reduction would round or overflow sums, or gathered weights have too little room."""
     for bucket in plan.buckets:
-        if bucket.acc_dtype == torch.float64 and bucket.reduce_dtype != torch.float64:
+        if bucket.acc_dtype == torch.float64 and bucket.grad_dtype != torch.float64:
             raise PlanError(
                 f"{bucket.slots[0].name} is {bucket.param_dtype} and its gradients are summed in float64, which "
-                f"reduce_dtype={bucket.reduce_dtype} would round: leave reduce_dtype at None"
+                f"reduce_dtype={bucket.grad_dtype} would round: leave reduce_dtype at None"
             )
-        if plan.reduce == "native" and bucket.reduce_dtype == torch.float16 and plan.num_ranks > 1:
+        if plan.reduce == "native" and bucket.grad_dtype == torch.float16 and plan.num_ranks > 1:
             raise PlanError(
                 f"reduce='native' lets the backend sum the gradients of {bucket.slots[0].name} in float16, and a sum "
                 f"over {plan.num_ranks} ranks may pass its largest number, 65504, where the mean does not: leave out "
                 "reduce='native', for sums in float32, or give reduce_dtype=torch.float32"
             )
-        if not plan.placement.shards_gradients and bucket.reduce_dtype != bucket.acc_dtype:
+        if not plan.placement.shards_gradients and bucket.grad_dtype != bucket.acc_dtype:
             raise PlanError(
-                f"stage 1 reduces sums in {bucket.acc_dtype}; reduce_dtype={bucket.reduce_dtype} would round them: "
+                f"stage 1 reduces sums in {bucket.acc_dtype}; reduce_dtype={bucket.grad_dtype} would round them: "
                 "leave reduce_dtype at None, or use stage 2"
             )
     if not plan.sharded:

@@ -117,7 +117,7 @@ def write_synced(path: Path, content: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def exchange(one: Path, other: Path) -> None:
+def swap_paths(one: Path, other: Path) -> None:
     """Exchanges two names in one folder, atomically if the system and its file system can. Otherwise in steps: a
     process that is killed between them leaves nothing under ``other``."""
     try:

@@ -515,12 +515,9 @@ def compiled_call(
     compiled, forward = compile_anew(), None
     by_forward: dict[int, tuple[object, Callable[..., Any]]] = {}  # by the id of one that the entry keeps alive
 
-    def choose(cls: type[nn.Module]) -> None:
-        """``compiled`` is of the forward that the class has now."""
+    def choose(now: object) -> None:
+        """``compiled`` is of this forward, which the class has now."""
         nonlocal compiled, forward
-        now = next(vars(base)["forward"] for base in cls.__mro__ if "forward" in vars(base))
-        if now is forward:
-            return
         if id(now) not in by_forward:
             if len(by_forward) == _MOST_FORWARDS:
                 del by_forward[next(iter(by_forward))]
@@ -529,7 +526,9 @@ def compiled_call(
 
     def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():  # the caller's torch.compile around the model goes through
-            choose(type(module))
+            now = next(vars(base)["forward"] for base in type(module).__mro__ if "forward" in vars(base))
+            if now is not forward:
+                choose(now)
         try:
             return compiled(module, *args, **kwargs)
         except (BackendCompilerFailed, InternalTorchDynamoError) as failed:

@@ -307,7 +307,7 @@ def test_names_change_places_at_once(tmp_path: Path) -> None:
         (tmp_path / name / name).touch()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "rename", None)
-        machine.exchange(tmp_path / "one", tmp_path / "other")
+        machine.swap_paths(tmp_path / "one", tmp_path / "other")
     assert (tmp_path / "one" / "other").exists() and (tmp_path / "other" / "one").exists()
 
 

@@ -181,7 +181,7 @@ def test_a_checkpoint_that_is_overwritten_while_it_is_read(tmp_path: Path) -> No
     before, reading = _weights(model), save_load.dcp_load
 
     def overwritten(*args: Any, **options: Any) -> None:
-        machine.exchange(tmp_path / "last", tmp_path / "newer")
+        machine.swap_paths(tmp_path / "last", tmp_path / "newer")
         reading(*args, **options)
 
     with pytest.MonkeyPatch.context() as patch:

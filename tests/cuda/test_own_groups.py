@@ -65,11 +65,11 @@ def _exchanges(rank: int, world_size: int, members: tuple[int, ...], is_bound: b
         ranks.all_to_all(out, rows, 0)
         ranks.reduce_scatter(out[:2], rows, 0)
         ranks.all_gather(out, rows[:2], "gather weights", 0)
-        ranks.exchange([(rank, out)], [(rank, rows)], "to owners", 0)
+        ranks.exchange_pieces([(rank, out)], [(rank, rows)], "to owners", 0)
         ranks.sum_(out)
         sent_from.clear()
         patch.setattr(ranks, "_device", torch.device("meta"))
-        ranks.exchange([], [], "to owners", 0)
+        ranks.exchange_pieces([], [], "to owners", 0)
         patch.setattr(ranks, "control", None)
         ranks.broadcast_(torch.ones(2, device="meta"))
         own = groups[num_of_program:]

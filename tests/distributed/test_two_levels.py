@@ -231,7 +231,7 @@ def _in_other_orders(rank: int, world_size: int) -> Tensor:
         group.levels.host.all_gather(torch.empty(8), mine, GATHER, 0).wait()
 
     def reduce() -> None:
-        Memory(group).exchange(REDUCE, 0, mine, lambda places: None)
+        Memory(group).read_each_other(REDUCE, 0, mine, lambda places: None)
 
     for exchange in (gather, reduce) if rank < 2 else (reduce, gather):
         exchange()

@@ -52,16 +52,16 @@ def test_a_backward_ends() -> None:
 
     _backward(begin, lambda: events.append("next"))
     assert events == ["next", "end"]
-    assert not backwards.is_any_open and not backwards.has_raised()
+    assert not backwards.open and not backwards.has_raised()
 
 
 def test_a_backward_raises() -> None:
     backwards, ended = Backwards(lambda: None), list[int]()
     with pytest.raises(FloatingPointError):
         _backward(lambda: backwards.begin(lambda: ended.append(1)), _raise)
-    assert backwards.is_any_open and backwards.has_raised()
+    assert backwards.open and backwards.has_raised()
     backwards.forget_raised()
-    assert not backwards.is_any_open and not ended
+    assert not backwards.open and not ended
 
 
 def test_whether_the_program_has_stopped_after_a_backward_that_raised() -> None:
@@ -131,9 +131,9 @@ def test_an_inner_backward_raises_and_is_caught() -> None:
     def inner() -> None:
         with pytest.raises(FloatingPointError):
             _backward(lambda: backwards.begin(_raise), _raise)
-        seen.append((backwards.has_raised(), backwards.is_any_open))
+        seen.append((backwards.has_raised(), bool(backwards.open)))
         backwards.forget_raised()
-        seen.append((backwards.has_raised(), backwards.is_any_open))
+        seen.append((backwards.has_raised(), bool(backwards.open)))
 
     _backward(lambda: backwards.begin(lambda: seen.append((False, False))), inner)
     assert seen == [(True, True), (False, True), (False, False)]

@@ -92,7 +92,7 @@ def test_every_replica_has_the_mean_in_one_order(
     for thread in threads:
         thread.join()
     assert len(results) == num_ranks, "a rank raised"
-    wire = bucket.reduce_dtype
+    wire = bucket.grad_dtype
     for index in range(world_size):
         wanted = torch.zeros(bucket.layout.numel_shard)
         for grads in updates[: 2 if stage == 2 else 1]:

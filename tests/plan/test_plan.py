@@ -84,7 +84,7 @@ def test_every_parameter_is_in_one_bucket_of_its_kind(
         assert bucket.acc_dtype == (F64 if bucket.param_dtype == F64 else F32)
         assert bucket.has_master == (bucket.param_dtype == BF16)
         for start in (slot.offset for slot in bucket.slots):
-            for dtype in (bucket.param_dtype, bucket.reduce_dtype):
+            for dtype in (bucket.param_dtype, bucket.grad_dtype):
                 assert start * dtype.itemsize % 128 == 0, "every slot starts a memory transaction, in both dtypes"
 
 
@@ -111,7 +111,7 @@ def test_a_plan_written_out() -> None:
     # bf16: 128 bytes are 64 elements; 32 + 512 bytes fit in 600, 256 more do not
     assert offsets == [[("b.bias", 0), ("b.weight", 64)], [("a.weight", 0)], [("norm.weight", 0)]]
     assert [b.numel for b in plan.buckets] == [384, 128, 64]  # 64 + 256 -> a multiple of 2 * 64; fp32: 2 * 32
-    assert [(b.param_dtype, b.reduce_dtype, b.acc_dtype) for b in plan.buckets] == [
+    assert [(b.param_dtype, b.grad_dtype, b.acc_dtype) for b in plan.buckets] == [
         (BF16, BF16, F32),
         (BF16, BF16, F32),
         (F32, F32, F32),
@@ -127,7 +127,7 @@ def _transformer(num_layers: int, width: int, vocab: int) -> list[ParamSpec]:
 
 
 def _ring(plan: Plan) -> int:
-    return max(b.numel * b.reduce_dtype.itemsize for b in plan.buckets)
+    return max(b.numel * b.grad_dtype.itemsize for b in plan.buckets)
 
 
 @pytest.mark.parametrize("rule", [Rule(), Rule(whole=True)])
@@ -164,9 +164,9 @@ def test_the_default_bucket_of_a_small_model_is_25_mib() -> None:
 def test_what_travels_is_the_sum_in_stage_1_and_single_gradients_in_stage_2() -> None:
     """deepspeed#7985: stage 1 sends an fp32 sum of microbatches; rounding it loses what was kept."""
     specs = [ParamSpec("w", (4, 4), BF16, CPU)]
-    assert plan_of(specs, stage=1).buckets[0].reduce_dtype == F32
-    assert plan_of(specs, stage=2).buckets[0].reduce_dtype == BF16
-    assert plan_of(specs, stage=2, reduce_dtype=F32).buckets[0].reduce_dtype == F32
+    assert plan_of(specs, stage=1).buckets[0].grad_dtype == F32
+    assert plan_of(specs, stage=2).buckets[0].grad_dtype == BF16
+    assert plan_of(specs, stage=2, reduce_dtype=F32).buckets[0].grad_dtype == F32
 
 
 def test_the_stage_table() -> None:

@@ -85,7 +85,7 @@ def reduce(group: Group, buffer: torch.Tensor, out: torch.Tensor) -> None:
         for rows, first, stop in route.neighbours.rows(buffer, start, start + NUMEL // num_ranks, places):
             out[:, first:stop] = rows
 
-    route.exchange(REDUCE, 0, buffer, take)
+    route.read_each_other(REDUCE, 0, buffer, take)
 
 
 def gather(group: Group, buffer: torch.Tensor, out: torch.Tensor) -> None:
@@ -96,12 +96,12 @@ def gather(group: Group, buffer: torch.Tensor, out: torch.Tensor) -> None:
         for peer, place in places.items():
             route.neighbours.read(out[peer], peer, place)
 
-    route.exchange(GATHER, 0, buffer, take)
+    route.read_each_other(GATHER, 0, buffer, take)
 
 
 def whole(group: Group, buffer: torch.Tensor, out: torch.Tensor) -> None:
     """What is exchanged outside of schedules."""
-    for step in group.neighbours.exchange(0, 0, {peer: out[peer] for peer in group.neighbours.peers}, buffer):
+    for step in group.neighbours.read_tensors(0, 0, {peer: out[peer] for peer in group.neighbours.peers}, buffer):
         assert step(None)
 
 

@@ -45,7 +45,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from zc.errors import CheckpointError
-from zc.machine import exchange, machine_id, sync_folder, write_synced
+from zc.machine import machine_id, swap_paths, sync_folder, write_synced
 
 try:
     import fcntl
@@ -113,7 +113,7 @@ class Unfinished:
                     f"{path} exists by now: another job has saved it in the meantime. That one stays, this one is "
                     "dropped"
                 ) from error
-            exchange(self.folder, path)
+            swap_paths(self.folder, path)
             self._remove(self.folder, path.name)
         sync_folder(path.parent)
         (path / OWNER).unlink(missing_ok=True)

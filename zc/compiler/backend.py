@@ -18,7 +18,6 @@ from torch import fx
 
 from zc import torch_private
 from zc.compiler.graphs import (
-    Block,
     CompiledBackward,
     CompiledForward,
     Hook,
@@ -35,13 +34,14 @@ from zc.log import log, tell
 from zc.passes.base import returned_by
 
 if TYPE_CHECKING:
+    from zc.compiler.blocks import Block
     from zc.engine.runtime import Runtime
 
 
 MAX_SHARED = 6  # graphs of one kind of block, for other sizes or flags: further ones belong to one block each
 
 
-FindBlock = Callable[[Sequence[str | None]], Block | None]  # by the parameters that a graph gets; None: of no block
+FindBlock = Callable[[Sequence[str | None]], "Block | None"]  # by the parameters that a graph gets; None: of no block
 
 
 def make_backend(runtime: Runtime, find_block: FindBlock = lambda _: None) -> Callable[..., Any]:

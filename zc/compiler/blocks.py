@@ -76,7 +76,8 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Block:
-    """One block of a compiled model: a `zc.compiler.graphs.Block`."""
+    """The block that a graph was traced for, which runs for all blocks of its kind. A *member* is the name of such a
+    block."""
 
     blocks: Blocks
     name: str
@@ -99,7 +100,8 @@ class Block:
         return name if path is None else f"{member}.{path}"
 
     def moved(self, template: Program, source: str, member: str, names: Sequence[str]) -> fx.Graph | None:
-        """The schedule of member ``source``, moved to ``member`` (`zc.schedule.rebase`)."""
+        """The schedule of member ``source``, moved to ``member`` (`zc.schedule.rebase`). ``names``: the parameters that
+        it names, as in this block. None: their places differ by more than a shift."""
         renamed = {self.in_block(name, source): self.in_block(name, member) for name in names}
         moves = shifts(template.plan, renamed)
         if moves is None:

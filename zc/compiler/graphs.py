@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
@@ -25,6 +25,7 @@ from zc.planning.plan import Plan
 from zc.schedule import codegen
 
 if TYPE_CHECKING:
+    from zc.compiler.blocks import Block
     from zc.engine.core import Core
     from zc.engine.runtime import Runtime
 
@@ -62,27 +63,6 @@ def as_traced(gm: fx.GraphModule, example_inputs: Sequence[Any], kwargs: dict[st
     # it is Inductor's default; as an argument it would be part of the cache's key
     kwargs = {key: item for key, item in kwargs.items() if key != "get_decomp_fn"}
     return Traced(gm, kwargs, tuple(torch_private.written_inputs()), tuple(torch_private.returned_inputs()))
-
-
-class Block(Protocol):
-    """The block of the model that a graph was traced for, where one graph runs for all blocks of a kind
-    (`zc.compiler.blocks`). A *member* is the name of such a block."""
-
-    @property
-    def name(self) -> str: ...
-
-    def path(self, name: str | None) -> str | None:
-        """A parameter's name in this block; None: it is not of this block."""
-
-    def in_block(self, name: str, member: str) -> str:
-        """The name in ``member`` of a parameter of this block; any other name as it is."""
-
-    def member_of(self, params: Sequence[object]) -> str | None:
-        """The one member that has these parameters; None: none has, or several have."""
-
-    def moved(self, template: Program, source: str, member: str, names: Sequence[str]) -> fx.Graph | None:
-        """The schedule of member ``source``, moved to ``member``. ``names``: the parameters that it names, as in this
-        block. None: their places differ by more than a shift."""
 
 
 @dataclass
@@ -153,11 +133,6 @@ class CompiledGraph(ABC):
     def name_in(self, member: str | None, name: str) -> str:
         """The name of a member's parameter that stands for one of the graph's; None: of the graph's own block."""
         return name if self.block is None or member is None else self.block.in_block(name, member)
-
-    def member_of(self, args: Sequence[Any]) -> str | None:
-        """The member whose parameters are among ``args``; None: of none, or of several."""
-        assert self.block is not None
-        return self.block.member_of([args[position] for position in self._own_inputs])
 
     def get(self, member: str | None, variant: Hashable) -> Program:
         if self._num_left != self.runtime.num_left:  # a slot that they name may have lost its parameter
@@ -233,20 +208,17 @@ class CompiledForward(CompiledGraph):
         self.get(self.traced_for, None)  # while Dynamo's context is open
 
     def __call__(self, args: list[Any]) -> tuple[Any, ...]:
-        """A forward of the model has come to this graph."""
-        program = self.program(args)
+        """A forward of the model has come to this graph: the program for the block whose parameters are among ``args``
+        runs."""
+        member = None
+        if self.block is not None:
+            member = self.block.member_of([args[position] for position in self._own_inputs])
+            if member is None:
+                raise ZcError(f"a forward of a block like {self.block.name} got parameters of several blocks")
+        program = self.get(member, None)
         outputs = program(args, self.runtime.streams)
         self.runtime.weights.note_forward(program)
         return outputs
-
-    def program(self, args: Sequence[Any]) -> Program:
-        """The one for the block whose parameters are among ``args``."""
-        if self.block is None:
-            return self.get(None, None)
-        member = self.member_of(args)
-        if member is None:
-            raise ZcError(f"a forward of a block like {self.block.name} got parameters of several blocks")
-        return self.get(member, None)
 
     @property
     def owned(self) -> list[Program]:
@@ -389,7 +361,7 @@ class _Variant(NamedTuple):
     reduces: bool
     visible: frozenset[str]
     keeps_graph: bool
-    gone: frozenset[str]
+    gone: frozenset[str] = frozenset()
 
 
 class CompiledBackward(CompiledGraph):
@@ -402,11 +374,13 @@ class CompiledBackward(CompiledGraph):
         self._reads = [(k, node.meta["param"]) for k, node in inputs if "param" in node.meta]  # sharded weights
         self.grad_of = _grad_of(self.graph, origin)
         self.written = [name for name in self.grad_of if name is not None]
+        self._all_written = frozenset(self.written)
         self.params += self.written
         # by member: the names of its parameters whose gradients the graph makes -> the names in `written`
         self._names: dict[str | None, dict[str, str]] = {}
         self._has_donated = any(node.meta.get("donated") for node in self.graph.nodes)
-        self.get(self.traced_for, self._variant(frozenset(), keeps_graph=False))  # while Dynamo's context is open
+        variant = _Variant(self.runtime.current_plan.reduces, frozenset(), keeps_graph=False)
+        self.get(self.traced_for, variant)  # while Dynamo's context is open
 
     def __call__(self, args: list[Any]) -> tuple[Any, ...]:
         """A backward of autograd's has come to this graph."""
@@ -433,11 +407,11 @@ class CompiledBackward(CompiledGraph):
         """
         runtime = self.runtime
         keeps_graph = self._has_donated and torch_private.keeps_graph()
-        member = None
+        variant, member = _Variant(runtime.current_plan.reduces, self._all_written, keeps_graph), None
         if self.block is not None:
-            member = self.member_of(args)
+            member = self.block.member_of([args[position] for position in self._own_inputs])
             if member is None:
-                return self.get(None, self._variant(frozenset(self.written), keeps_graph))
+                return self.get(None, variant)
         if member not in self._names:
             self._names[member] = {self.name_in(member, name): name for name in self.written}
         names = self._names[member]
@@ -446,10 +420,10 @@ class CompiledBackward(CompiledGraph):
         seen = torch_private.needed_by_autograd({name: params[name] for name in trained}) | (written - trained)
         visible = frozenset(names[name] for name in seen | (written & runtime.summed_by_autograd))
         gone = self._gone(member, args) if runtime.num_left else frozenset[str]()
-        variant = self._variant(visible, keeps_graph, gone)
+        variant = variant._replace(visible=visible, gone=gone)
         is_new = (member, variant) not in self._programs
         if is_new and sum(other == member for other, _ in self._programs) >= MAX_PROGRAMS - 2:
-            variant = self._variant(frozenset(self.written), keeps_graph, gone)
+            variant = variant._replace(visible=self._all_written)
             runtime.say_once(
                 f"a backward graph met more than {MAX_PROGRAMS - 2} sets of parameters with hooks, or of inputs of "
                 "torch.autograd.grad: for further sets all of its gradients come through hooks, without overlap"
@@ -460,9 +434,6 @@ class CompiledBackward(CompiledGraph):
         """The weights that the graph reads, and that have left the plan since its forward: others have their names."""
         placed = self.runtime.placed
         return frozenset(name for k, name in self._reads if args[k] is not placed.get(self.name_in(member, name)))
-
-    def _variant(self, visible: frozenset[str], keeps_graph: bool, gone: frozenset[str] = frozenset()) -> _Variant:
-        return _Variant(self.runtime.current_plan.reduces, visible, keeps_graph, gone)
 
     @property
     def owned(self) -> list[Program]:

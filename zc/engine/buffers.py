@@ -11,7 +11,7 @@ the ``zero_grad`` that sets gradients to None, the others always::
     master_shard  S * acc_dtype      only where param_dtype is narrower than acc_dtype; for an optimizer that reads
                                      whole parameters, the parameters that this rank owns (`zc.planning.layout`)
     acc           S (stage 2) or P (stage 1) * acc_dtype
-    ring          num_buffers flat_grad in reduce_dtype and one scratch, sized for the largest bucket; no scratch
+    ring          num_buffers flat_grad in grad_dtype and one scratch, sized for the largest bucket; no scratch
                   where ranks read each other's memory. A reduction of several hops (`zc.planning.plan`) also needs
                   two host_sum, of P / ranks per host elements each, or [S] with replicas; its scratch has room
                   for the largest hop. Ranks of one host that exchange messages sum them in flat_grad or acc
@@ -54,7 +54,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
@@ -66,20 +66,9 @@ from zc.ranks.routes import Routes, part_of
 from zc.schedule.buffer import Buffer
 
 if TYPE_CHECKING:
+    from zc.offload.host_step import HostMemory
     from zc.ranks.group import Group
     from zc.schedule.spec import Op
-
-
-class PinnedMemory(Protocol):
-    """Host memory that the plan's device copies from and to (`zc.offload.host_step`)."""
-
-    note: str | None  # why the memory is not as requested, if it is not
-
-    def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """[numel] of zeros."""
-
-    def unlock(self) -> None:
-        """Nothing copies any more: what was allocated may become ordinary memory."""
 
 
 class Buffers:
@@ -100,7 +89,7 @@ class Buffers:
     `all_tensors`. When a model is dropped, its streams may still use them, and these lists name all such memory.
     """
 
-    def __init__(self, plan: Plan, rank: int, memory: PinnedMemory | None = None) -> None:
+    def __init__(self, plan: Plan, rank: int, memory: HostMemory | None = None) -> None:
         self.plan, self.rank, self._memory = plan, rank, memory
         self.ring = Ring(plan)
         # All lists of tensors. A list stays the same object while its tensors come and go.
@@ -180,12 +169,9 @@ class Buffers:
         return self.master_shard[bucket.index].detach()[inside], elements
 
     def make_arena(self, nbytes: int) -> None:
-        """Room for gathered weights. Lifetime: until `drop_arena`, called when no stream uses it."""
+        """Room for gathered weights. Lifetime: until ``arena`` is cleared, when no stream uses it."""
         if not self.arena or self.arena[0].numel() < nbytes:
             self.arena[:] = [empty(nbytes, torch.uint8, self.plan.buckets[0].device)]
-
-    def drop_arena(self) -> None:
-        self.arena.clear()
 
     def gathered(self, name: str, bucket: Bucket, start: int) -> Tensor:
         """[P]: the whole weights of a bucket, at byte ``start`` of the arena; or, as ``flat_param`` of a bucket that
@@ -321,7 +307,7 @@ class Buffers:
             case Buffer("param", index):
                 return part_of(self._param[index], self.numel_owned(bucket), bucket.param_dtype)
             case Buffer("flat_grad", index):
-                return part_of(self.ring.flat_grad[index], bucket.numel, bucket.reduce_dtype)
+                return part_of(self.ring.flat_grad[index], bucket.numel, bucket.grad_dtype)
         raise AssertionError(f"{name} has no tensor of its own")
 
     def staged_run(self, name: str, bucket: Bucket) -> Tensor:
@@ -485,14 +471,9 @@ class Accumulators:
         self.nbytes_moved[way] += out.nbytes
 
     def open_shards(self) -> None:
-        """Other ranks may read this rank's shards of the weights until `close_shards`, where they do (`Way.SHARDS`)."""
-        if self.routes.gathers_alone:
+        """Other ranks may read this rank's shards of the weights until `Shards.close`, where they do."""
+        if self.routes.shards is not None:
             self.routes.shards.open({index: self.buffers.weight_shard(index) for index in self.buffers.filled})
-
-    def close_shards(self) -> None:
-        """Returns when no rank reads a shard any more, so that all of them may be written."""
-        if self.routes.gathers_alone:
-            self.routes.shards.close()
 
     def clear(self, buckets: Sequence[Bucket], *, set_to_none: bool) -> None:
         """zero_grad. With ``set_to_none`` False the gradients become zeros, which still count as gradients."""

@@ -11,7 +11,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, fx, nn
@@ -68,23 +68,6 @@ class Listener:
     def take_value(self, name: str, grad: Tensor) -> Tensor:
         """[n]: the elements of such a value that lie in this rank's shard. The accumulator gets them."""
         raise NotImplementedError
-
-
-class AtBoundary(Protocol):
-    """What else of this rank travels where all ranks meet before an update: the buffers of rank 0
-    (`zc.engine.buffer_sync`), which `zc.compile` hands over."""
-
-    def after_backward(self) -> None:
-        """A backward of this rank has ended, and its reductions are under way."""
-
-    def send_last(self) -> None:
-        """This rank is there, and has not waited for another one yet."""
-
-    def receive_all(self) -> None:
-        """All ranks are there."""
-
-    def take_received(self) -> None:
-        """The model is closed, and becomes equal on all ranks."""
 
 
 # The gradients of the parameters that this rank updates, by bucket: of optimizers that read whole ones

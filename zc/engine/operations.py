@@ -122,20 +122,20 @@ def _present(accs: Accumulators, bucket: Bucket, slots: Sequence[int], grads: Gr
 
 def reduce(accs: Accumulators, bucket: int, dst: str, src: str, hop: int = 0) -> None:
     sent, total = _sent(accs, bucket, src, hop), _sum_into(accs, bucket, dst, hop)
-    accs.routes.to_reduce(hop).reduce(accs.plan.buckets[bucket], sent, total)
+    accs.routes.to_reduce[hop].reduce(accs.plan.buckets[bucket], sent, total)
     _end_hop(accs, bucket, total, hop)
     log.debug("bucket %d: %s is reduced into %s", bucket, src, dst)
 
 
 def take(accs: Accumulators, bucket: int, dst: str, src: str, hop: int = 0) -> None:
     sent = _sent(accs, bucket, src, hop)
-    accs.routes.to_reduce(hop).take(accs.plan.buckets[bucket], sent, accs.buffers.raw(dst))
+    accs.routes.to_reduce[hop].take(accs.plan.buckets[bucket], sent, accs.buffers.raw(dst))
     log.debug("bucket %d: %s has been taken into %s", bucket, src, dst)
 
 
 def finish(accs: Accumulators, bucket: int, dst: str, src: str, hop: int = 0) -> None:
     total = _sum_into(accs, bucket, dst, hop)
-    accs.routes.to_reduce(hop).finish(accs.plan.buckets[bucket], accs.buffers.raw(src), total)
+    accs.routes.to_reduce[hop].finish(accs.plan.buckets[bucket], accs.buffers.raw(src), total)
     _end_hop(accs, bucket, total, hop)
     log.debug("bucket %d: %s is reduced into %s", bucket, src, dst)
 
@@ -326,7 +326,7 @@ def _compute_and_deposit(
     accs: Accumulators, bucket: int, buffer: str, slot: int, start: int, stop: int, *inputs: Tensor, how: str = "mm"
 ) -> None:
     record = accs.plan.buckets[bucket]
-    out = torch.empty(stop - start, dtype=record.reduce_dtype, device=record.device)
+    out = torch.empty(stop - start, dtype=record.grad_dtype, device=record.device)
     compute(how, out, inputs, add=False)
     accs.on_deposit(bucket, slot, out.view(record.slots[slot].shape))
 

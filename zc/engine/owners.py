@@ -34,7 +34,8 @@ def gather_whole(plan: Plan, buffers: Buffers, group: Group, buckets: Sequence[i
         shard, whole = shard.to(bucket.device), buffers.whole_grads(bucket)
         received = _pieces(whole, bucket.layout.owned_range(rank)[0], bucket.layout.of_run(rank))
         sent = _pieces(shard, bucket.layout.shard_range(rank)[0], bucket.layout.of_shard(rank))
-        works.append((group.exchange(received, sent, TO_OWNERS, index), sent))  # ``sent`` must live until the wait
+        work = group.exchange_pieces(received, sent, TO_OWNERS, index)
+        works.append((work, sent))  # ``sent`` must live until the wait
         whole_grads[index] = whole
     for work, _ in works:
         work.wait()
@@ -51,7 +52,7 @@ def spread(accs: Accumulators, bucket: int, dst: str, src: str | None = None) ->
         return
     flat, layout = accs.buffers.flat_param[bucket], record.layout
     received, sent = _pieces(flat, 0, layout.of_shard(group.rank)), _pieces(flat, 0, layout.of_run(group.rank))
-    group.exchange(received, sent, FROM_OWNERS, bucket).wait()
+    group.exchange_pieces(received, sent, FROM_OWNERS, bucket).wait()
 
 
 def spread_run(shard: Tensor, run: Tensor, group: Group, bucket: Bucket) -> None:
@@ -63,7 +64,7 @@ def spread_run(shard: Tensor, run: Tensor, group: Group, bucket: Bucket) -> None
         return
     received = _pieces(shard, layout.shard_range(group.rank)[0], layout.of_shard(group.rank))
     sent = _pieces(run, layout.owned_range(group.rank)[0], layout.of_run(group.rank))
-    group.exchange(received, sent, FROM_OWNERS, bucket.index).wait()
+    group.exchange_pieces(received, sent, FROM_OWNERS, bucket.index).wait()
 
 
 def _pieces(flat: Tensor, first: int, pieces: Sequence[tuple[int, int, int]]) -> list[tuple[int, Tensor]]:

@@ -71,30 +71,24 @@ class Program:
         streams: Streams,
         may_reduce: MayReduce | None = None,
         buckets: Collection[int] | None = None,
+        piece: int = 0,
     ) -> tuple[Any, ...]:
-        """Runs the schedule. Where ``may_reduce`` says no, nothing is reduced: the runtime gets the gradients as
-        deposits, or a partial sum keeps them. None: there is nobody to ask. ``buckets``: it runs for these alone."""
+        """Runs the schedule, or one of its pieces. Where ``may_reduce`` says no, nothing is reduced: the runtime gets
+        the gradients as deposits, or a partial sum keeps them. None: there is nobody to ask. ``buckets``: it runs for
+        these alone."""
         values: dict[str, Any] = dict(zip(self.placeholders, args, strict=True))
         args.clear()  # the schedule frees each value at its last use; the caller's list must not keep it alive
-        self.num_runs += 1
+        self.num_runs += piece == 0
         operations = self.operations if may_reduce is None else self.operations.reducing_if(may_reduce)
         operations = operations if buckets is None else operations.on_buckets(buckets)
-        self._run(0, values, streams, operations)
+        if streams.clock.is_on or torch_private.is_profiling():  # who ask for the names of operations
+            if self._named is None:
+                self._named = codegen.load(self.graph, self.plan)
+            with record_function(f"zc {self.name}"):
+                self._named[piece](values, streams, operations, streams.clock.named(self.name))
+        else:
+            self.pieces[piece](values, streams, operations)
         return tuple([values[item.name] if isinstance(item, fx.Node) else item for item in self.outputs])
-
-    def run_piece(self, number: int, streams: Streams) -> None:
-        """Runs one piece of a schedule that gets nothing and returns nothing."""
-        self.num_runs += number == 0
-        self._run(number, {}, streams, self.operations)
-
-    def _run(self, number: int, values: dict[str, Any], streams: Streams, operations: Operations) -> None:
-        if not (streams.clock.is_on or torch_private.is_profiling()):  # who ask for the names of operations
-            self.pieces[number](values, streams, operations)
-            return
-        if self._named is None:
-            self._named = codegen.load(self.graph, self.plan)
-        with record_function(f"zc {self.name}"):
-            self._named[number](values, streams, operations, streams.clock.named(self.name))
 
 
 def build(

@@ -28,7 +28,7 @@ from torch.utils.hooks import RemovableHandle
 from zc import torch_private
 from zc.engine import param_checks
 from zc.engine.buffers import Acc, Buffers
-from zc.engine.core import AtBoundary, Core, Features, Listener, weakly
+from zc.engine.core import Core, Features, Listener, weakly
 from zc.engine.deposits import Deposits
 from zc.engine.ledger import Where
 from zc.engine.program import Program
@@ -40,6 +40,7 @@ from zc.ranks.group import Group
 
 if TYPE_CHECKING:
     from zc.config import Config
+    from zc.engine.buffer_sync import BufferSync
     from zc.engine.param_checks import BlockPlaces
     from zc.ranks.journal import Journal
 
@@ -98,7 +99,8 @@ class Runtime(Core):
         self.outside_blocks: frozenset[str] = frozenset()  # matrices that no block reads
         self.block_places: list[BlockPlaces] = []  # of what is compiled by itself
         self.listener = Listener()  # the optimizers
-        self.buffer_sync: AtBoundary | None = None  # None: each rank keeps its own buffers
+        # what else travels where all ranks meet; None: each rank keeps its own buffers
+        self.buffer_sync: BufferSync | None = None
         self.hooks: list[RemovableHandle] = []  # on parameters
         self._hook_of: dict[str, RemovableHandle] = {}  # the same by name
         self._phase = Phase.IDLE
@@ -169,7 +171,7 @@ class Runtime(Core):
             param_checks.refuse_accumulate_hooks(self.params, self.name_now)
             drop_failed()
             self._cleared_since_failure.clear()
-            if not self.backwards.is_any_open:  # a backward around this one has not shown its own gradients yet
+            if not self.backwards.open:  # a backward around this one has not shown its own gradients yet
                 self._notice_changes()
             self.listener.gradients_change()
             self.backwards.begin(self._end_backward)
@@ -283,7 +285,7 @@ class Runtime(Core):
         left in the accumulators."""
         self.group.record_call("a backward had raised", shared=False)
         self.backwards.forget_raised()
-        if self.backwards.is_any_open:
+        if self.backwards.open:
             raise ZcError("a backward inside another one raised and was caught: their gradients can't be told apart")
         self.deposits.clear()
         self._cut_short()
@@ -447,7 +449,7 @@ class Runtime(Core):
     def notice_cleared(self) -> None:
         """The caller may have set gradients to None: drops them now, not where the next ones come, so that their memory
         goes. Inside of a backward, and after one that raised, that waits."""
-        is_outside = torch_private.current_graph_task() == -1 and not self.backwards.is_any_open
+        is_outside = torch_private.current_graph_task() == -1 and not self.backwards.open
         if is_outside and self._phase is not Phase.FAILED:
             self._notice_changes()
 
@@ -471,7 +473,7 @@ class Runtime(Core):
         is_value = self.listener.is_value  # it raises for some: before any is taken
         own = {where: grad for where, grad in grads.items() if grad is not None and is_value(names[where], grad)}
         values = {where: self.listener.take_value(names[where], grad) for where, grad in own.items()}
-        if not self.backwards.is_any_open and torch_private.current_graph_task() == -1:
+        if not self.backwards.open and torch_private.current_graph_task() == -1:
             for where in values:  # else autograd may be adding to it
                 self.params[names[where]].grad = self.sharded_grads[names[where]]
         if not values:
@@ -530,7 +532,7 @@ class Runtime(Core):
             is_all = self._cleared_since_failure == {bucket.optimizer for bucket in self.plan.buckets}
         if is_all:  # with all gradients, those of a backward that raised are dropped
             self._cleared_since_failure.clear()
-            self.backwards.clear()
+            self.backwards.open.clear()
             self.agreement.token_counts.is_in_backward = False
             self.deposits.reduced.clear()
             if self._phase is Phase.FAILED:
@@ -611,37 +613,33 @@ class Backwards:
     def __init__(self, drop_failed: Callable[[], object], *, drops_late: bool = True) -> None:
         self._drop_failed, self._drops_late = drop_failed, drops_late
         _OF_ALL_MODELS[next(_NUMBERS)] = self
-        # by autograd's number of the backward; the thread of the watch reads a copy (`has_stopped`)
-        self._callbacks: dict[int, weakref.ref[Callable[[], None]]] = {}
+        # the callbacks of those that have begun here and not ended, or raised and not been forgotten, by autograd's
+        # number of the backward; the thread of the watch reads a copy (`has_stopped`)
+        self.open: dict[int, weakref.ref[Callable[[], None]]] = {}
         self._survived: frozenset[int] = frozenset()  # by number: after these raised, the program has gone on
         self._last_deferred: int | None = None  # the last backward that left its announcement to the one around it
 
-    @property
-    def is_any_open(self) -> bool:
-        """Whether one has begun here and not ended, or raised and not been forgotten."""
-        return bool(self._callbacks)
-
     def has_begun(self) -> bool:
         """Whether the backward that runs in this thread has begun here."""
-        callback = self._callbacks.get(torch_private.current_graph_task())
+        callback = self.open.get(torch_private.current_graph_task())
         return callback is not None and callback() is not None
 
     def begin(self, end: Callable[[], None]) -> None:
         """The backward that runs in this thread begins. Calls ``end`` when the outermost one has ended."""
         number = torch_private.current_graph_task()
         callback = partial(self._end_one, number, end)
-        self._callbacks[number] = weakref.ref(callback)
+        self.open[number] = weakref.ref(callback)
         torch_private.queue_callback(callback)
 
     def _end_one(self, number: int, end: Callable[[], None]) -> None:
-        raised = self._callbacks.pop(number, None)
-        if self._callbacks:
+        raised = self.open.pop(number, None)
+        if self.open:
             return
         try:
             end()
         except BaseException:  # out of memory in the last flush, say: autograd drops the callback, as after any raise
             if raised is not None:
-                self._callbacks[number] = raised
+                self.open[number] = raised
             raise
 
     def await_drops(self) -> None:
@@ -650,27 +648,24 @@ class Backwards:
         if not self._drops_late or torch_private.current_graph_task() != -1:
             return
         end = time.monotonic() + DROPPED_S
-        while any(callback() is not None for callback in self._callbacks.values()) and time.monotonic() < end:
+        while any(callback() is not None for callback in self.open.values()) and time.monotonic() < end:
             time.sleep(0.0001)  # without the GIL
 
     def has_raised(self) -> bool:
         """Whether one has raised."""
-        return any(callback() is None for callback in list(self._callbacks.values()))
+        return any(callback() is None for callback in list(self.open.values()))
 
     def has_stopped(self) -> bool:
         """Whether one has raised, and the program has called nothing of zc since. The thread of the watch asks."""
-        callbacks, survived = list(self._callbacks.items()), self._survived
+        callbacks, survived = list(self.open.items()), self._survived
         return any(callback() is None for number, callback in callbacks if number not in survived)
 
     def go_on(self) -> None:
         """The program compiles a forward, which may take longer than the others' patience. No backward runs."""
-        self._survived = frozenset(self._callbacks)
+        self._survived = frozenset(self.open)
 
     def forget_raised(self) -> None:
-        self._callbacks = {number: callback for number, callback in self._callbacks.items() if callback() is not None}
-
-    def clear(self) -> None:
-        self._callbacks.clear()
+        self.open = {number: callback for number, callback in self.open.items() if callback() is not None}
 
     def defer_to_outer(self, callback: Callable[[], None]) -> bool:
         """If the backward in this thread runs inside another one, calls ``callback`` in that one as soon as this one
@@ -690,7 +685,7 @@ def drop_failed() -> None:
     """Called before a backward and an update: drops the gradients of backwards that raised, in any model of this
     process. A rank that had begun to reduce in such a model waits there for this one, and comes nowhere else."""
     for backwards in list(_OF_ALL_MODELS.values()):
-        if backwards.is_any_open:
+        if backwards.open:
             backwards.await_drops()
             if backwards.has_raised():
                 backwards._drop_failed()

@@ -233,7 +233,8 @@ class ThreadStreams(Streams):
         for fence in fences.values():
             self.wait_for(fence.reached)
         for name in fences:
-            self._raise(name)
+            if self._lanes[name].error is not None:
+                self._raise(name)
 
     def synchronize(self) -> None:
         self.join_main()
@@ -278,11 +279,10 @@ class ThreadStreams(Streams):
 
     def _raise(self, stream: str) -> None:
         lane = self._lanes[stream]
-        error = lane.error
-        if error is not None:
-            lane.error = None
-            self.on_error()
-            raise error
+        error, lane.error = lane.error, None
+        assert error is not None, "its caller has looked"
+        self.on_error()
+        raise error
 
 
 def make_streams(device: torch.device) -> Streams:

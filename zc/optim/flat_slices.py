@@ -89,18 +89,15 @@ class FlatSlice:
         """After all flat slices have shared: two of them may have parts of the same numbers."""
         self._versions = list(map(_version, self._numbers.values()))
 
-    def has_own_numbers(self) -> bool:
-        """Whether nobody has written into the numbers of a slice since `share`."""
-        return list(map(_version, self._numbers.values())) == self._versions
-
-    def is_current(self, state: State) -> bool:
-        """Whether the slices have what `share` has left, in tensors whose elements may have changed."""
+    def is_current(self, state: State | None) -> bool:
+        """Whether nobody has written into the numbers of a slice since `share`; and in ``state``, if somebody may have
+        changed that, the slices have what `share` has left, in tensors whose elements may have changed."""
+        if list(map(_version, self._numbers.values())) != self._versions:
+            return False
+        if state is None:
+            return True
         values = [value for item in self._items if item is not None for value in item.values()]
-        return (
-            self.has_own_numbers()
-            and all(map(is_, map(state.get, self.slices), self._items))
-            and are_same(values, self._values)
-        )
+        return all(map(is_, map(state.get, self.slices), self._items)) and are_same(values, self._values)
 
     def share(self, state: dict[Any, Any]) -> None:
         """Gives the slices, in the class's ``state``, what the class has made of `state` in its step."""
@@ -146,7 +143,7 @@ class FlatSlices:
 
     def __init__(self, owner: ShardedOptimizer) -> None:
         self._owner: Callable[[], Any] = weakref.ref(owner)
-        self._flat: list[FlatSlice] = []
+        self.flat: list[FlatSlice] = []  # those of the last step of the class
         self._alone: list[_Alone] = []  # other slices that have a gradient
         self._params: list[list[nn.Parameter]] = []  # of each group, what the class gets
         self._lists: list[list[Any]] = []  # of each group, its slices, when all of this was made
@@ -154,33 +151,24 @@ class FlatSlices:
         self._num_made, self._num_steps = 0, 0
         self.is_state_asked_for = False  # since the last step: see `ShardedOptimizer.state_of_class`
 
-    @property
-    def are_in_use(self) -> bool:
-        """Whether the last step of the class had any."""
-        return bool(self._flat)
-
     def find(self, lists: Sequence[list[Any]]) -> bool:
         """Whether there are any in the step that begins. ``lists``: of each group, its slices."""
         owner: ShardedOptimizer = self._owner()
         touched = [owner.runtime.accumulators.touched[bucket.index] for bucket in owner.buckets]
         self._num_steps += 1
         is_same = are_same(lists, self._lists) and touched == self._touched
-        if not is_same or not self._are_current():
+        state = owner.local.state if self.is_state_asked_for else None
+        if not is_same or not all(one.is_current(state) for one in self.flat):
             self.forget()
             if self._num_made > 4 + self._num_steps // 4:  # parameters that take turns would pay for it in each step
                 return False
             self._num_made += 1
             self._lists, self._touched = list(lists), [list(flags) for flags in touched]
             self._make(owner)
-        return bool(self._flat)
-
-    def _are_current(self) -> bool:
-        if self.is_state_asked_for:
-            return all(one.is_current(self._owner().local.state) for one in self._flat)
-        return all(one.has_own_numbers() for one in self._flat)
+        return bool(self.flat)
 
     def forget(self) -> None:
-        for made in (self._flat, self._alone, self._params, self._lists, self._touched):
+        for made in (self.flat, self._alone, self._params, self._lists, self._touched):
             made.clear()
 
     def _make(self, owner: ShardedOptimizer) -> None:
@@ -200,28 +188,28 @@ class FlatSlices:
                     run = []
                 run.append(one)
             self._add(run, state)
-        flat = [(group_of[id(one.slices[0])], one.param) for one in self._flat]
-        joined = {id(own) for one in self._flat for own in one.slices}
+        flat = [(group_of[id(one.slices[0])], one.param) for one in self.flat]
+        joined = {id(own) for one in self.flat for own in one.slices}
         for number, slices in enumerate(self._lists):
             params = [param for k, param in flat if k == number]
             self._params.append(params + [own for own in slices if id(own) not in joined])
 
     def _add(self, run: Sequence[_Alone], state: State) -> None:
         if len(run) > 1:
-            self._flat.append(FlatSlice([one.own for one in run], run[0].bucket, run[0].elements.start, state))
+            self.flat.append(FlatSlice([one.own for one in run], run[0].bucket, run[0].elements.start, state))
         else:
             self._alone += run
 
     def enter(self, groups: Sequence[dict[str, Any]]) -> None:
         """Gives the class flat slices and their states, and all slices their gradients."""
         owner: ShardedOptimizer = self._owner()
-        for flat in self._flat:
+        for flat in self.flat:
             flat.param.grad = owner.runtime.buffers.acc_copies(flat.bucket)[0][flat.elements]
         for one in self._alone:
             one.own.grad = in_shape(owner.runtime.buffers.acc_copies(one.bucket)[0][one.elements], one.slot)
         for group, params in zip(groups, self._params, strict=True):
             group["params"] = params
-        owner.local.state = _StepState(self._flat, owner.local.state)
+        owner.local.state = _StepState(self.flat, owner.local.state)
 
     def leave(self, groups: Sequence[dict[str, Any]]) -> bool:
         """After a step, also one that raised or that Ctrl-C has cut off: each slice has its own state again, and no
@@ -232,10 +220,10 @@ class FlatSlices:
         local.state = local.state.others
         for group, slices in zip(groups, self._lists, strict=True):
             group["params"] = slices
-        for flat in self._flat:
+        for flat in self.flat:
             flat.param.grad = None
             flat.share(local.state)
-        for flat in self._flat:
+        for flat in self.flat:
             flat.remember_numbers()
         for one in self._alone:
             one.own.grad = None

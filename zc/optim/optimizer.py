@@ -116,7 +116,8 @@ class ShardedOptimizer:
         self._weights_before: list[Tensor] = []  # inside of the step of a class that `_keeps_params`
         self._updating: tuple[int, ...] | None = None  # inside of the class's step: buckets with a gradient
         self.num_updates = 0  # begun since the last load, so equal on all ranks between two updates
-        self.updater: Updater  # from `start` on
+        self.updater: Updater  # from `start` on, as the next one
+        self._takes_flat: bool  # its class updates one parameter as several that lie side by side in it
         self.is_closed = False
         self._remove_hooks: Callable[[], None] | None = None
         self.hooks: list[RemovableHandle] = []  # others on the caller's object
@@ -125,6 +126,7 @@ class ShardedOptimizer:
         """Registers the hooks, by which the caller's ``step()`` updates the slices."""
         had_state = bool(self.state_of_class)
         self.updater = make_updater(self)
+        self._takes_flat = self._is_known and not self.rule.whole and not self.updater.moves_slices
         self._take_options()
         if self.state_of_class and not had_state:  # of an earlier run's file
             self.state.note(self._names.values())
@@ -152,11 +154,6 @@ class ShardedOptimizer:
         self._flat.is_state_asked_for = True
         state: dict[Any, Any] = self.local.state
         return state
-
-    @property
-    def _takes_flat(self) -> bool:
-        """Whether its class updates one parameter as several that lie side by side in it."""
-        return self._is_known and not self.rule.whole and not self.updater.moves_slices
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
@@ -286,7 +283,7 @@ class ShardedOptimizer:
     def _check_places(self, when: str) -> None:
         """Raises ZcError where a slice has left its master: updates would go to memory that nobody reads. The classes
         that get flat slices are torch's own, which update in place."""
-        if self._flat.are_in_use or self.updater.moves_slices:
+        if self._flat.flat or self.updater.moves_slices:
             return
         if all(map(eq, map(Tensor.data_ptr, self.slices.values()), self._places.values())):
             return

@@ -113,7 +113,7 @@ def shared(plan: Plan, rank: int | None) -> list[Room]:
     sums = [hop.nbytes_sum(bucket) for hop, bucket in of_hops]
     rooms.append(Room("sum", 1, max(sums, default=0), Lifetime.REDUCTION))
     if plan.placement.shards_gradients:
-        largest = max(b.numel * b.reduce_dtype.itemsize for b in buckets)
+        largest = max(b.numel * b.grad_dtype.itemsize for b in buckets)
         rooms.append(Room("flat_grad", min(plan.num_buffers, len(buckets)), largest, Lifetime.GRADIENTS))
     arena = min(plan.weight_cap, sum(b.nbytes_gathered for b in plan.sharded))
     rooms.append(Room("arena", 1, arena, Lifetime.READS))
@@ -275,7 +275,7 @@ def sent_between_hosts(plan: Plan, microbatches: int, ranks_per_host: int) -> di
     levels send the least possible, 2 (H - 1) / H of the model with one backward; one level sends L times that."""
     num = microbatches if plan.placement.shards_gradients else 1
     others, copies = _pairs_between_hosts(plan, ranks_per_host)
-    wire = "reduce_dtype"
+    wire = "grad_dtype"
     if plan.topology.has_levels:
         others, wire = ranks_per_host * (plan.topology.num_hosts - 1), "net_dtype"
     reduced = others * in_shards(plan.buckets, wire)

@@ -95,9 +95,9 @@ def make_plan(
     buckets: list[Bucket] = []
     for (dtype, device), specs in groups.items():
         acc_dtype = torch.promote_types(dtype, torch.float32)
-        wire = reduce_dtype or (dtype if placement.shards_gradients else acc_dtype)
+        grad_dtype = reduce_dtype or (dtype if placement.shards_gradients else acc_dtype)
         blocks = [encoding.block for encoding in (reduce_encoding, gather_encoding) if encoding is not None]
-        align = math.lcm(ALIGN_NBYTES // min(dtype.itemsize, wire.itemsize), *blocks)
+        align = math.lcm(ALIGN_NBYTES // min(dtype.itemsize, grad_dtype.itemsize), *blocks)
         is_far = topology.num_hosts > 1 and device.type == "cpu"
         least = BETWEEN_HOSTS_NBYTES if is_far else DEFAULT_NBYTES
         weight_nbytes = config.weight_nbytes if placement.shards_weights else None
@@ -115,7 +115,7 @@ def make_plan(
             layout = flat_layout(shapes, world_size, multiple, num_hosts, num_replicas, own, strides)
             net = reduce_dtype or acc_dtype
             differs = gather_encoding is not None and not placement.shards_weights
-            buckets.append(Bucket(len(buckets), layout, dtype, wire, acc_dtype, device, number, net, differs))
+            buckets.append(Bucket(len(buckets), layout, dtype, grad_dtype, acc_dtype, device, number, net, differs))
     return Plan(
         tuple(buckets),
         world_size,

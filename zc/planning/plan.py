@@ -184,7 +184,7 @@ FIRST_FROZEN = 100_000  # the number of the first bucket of frozen parameters (`
 class Bucket:
     """Parameters that are reduced together, all of one optimizer. A record, no tensors.
 
-    ``param_dtype`` is that of flat_param, ``reduce_dtype`` that of flat_grad, which travels between ranks as it is or
+    ``param_dtype`` is that of flat_param, ``grad_dtype`` that of flat_grad, which travels between ranks as it is or
     encoded; ``acc_dtype`` is that of the accumulator and of the master weights: fp32, or the parameters' own where that
     is wider.
     """
@@ -192,7 +192,7 @@ class Bucket:
     index: int
     layout: FlatLayout
     param_dtype: torch.dtype
-    reduce_dtype: torch.dtype
+    grad_dtype: torch.dtype
     acc_dtype: torch.dtype
     device: torch.device
     optimizer: int = 0
@@ -443,7 +443,7 @@ class Hop:
 
     def dtype(self, bucket: Bucket) -> torch.dtype:
         """Of what is sent in a reduction: gradients, or sums of some ranks' gradients."""
-        return bucket.reduce_dtype if self.number == 0 else bucket.net_dtype
+        return bucket.grad_dtype if self.number == 0 else bucket.net_dtype
 
     def numel_sent(self, bucket: Bucket) -> int:
         """Elements of what is sent in a reduction."""

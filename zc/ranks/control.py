@@ -171,7 +171,7 @@ class Control(Exchanges):
         if self.journal is None:
             call()
             return
-        self.journal.record_call(text)
+        self.record_call(text)
         exposed_s = self.journal.exposed_s
         try:
             self.journal.wait(call, text, is_call=True)
@@ -257,9 +257,9 @@ class Control(Exchanges):
         return self.together(error_of)
 
     def record_call(self, what: str, *, shared: bool = True) -> None:
-        """See `Journal.record_call`."""
+        """Adds a call of the program to the `Trail`."""
         if self.journal is not None:
-            self.journal.record_call(what, shared=shared)
+            self.journal.watch.trail.add(self.journal.name, what, shared=shared)
 
     def set_plan(self, plan: Plan) -> None:
         """From here on the journal's entries are exchanges of ``plan``."""
@@ -300,7 +300,7 @@ class Control(Exchanges):
             if peer != self.rank:
                 works.append(self._post(dist.irecv, rows[peer], group_src=peer, group=group, tag=tag))
                 works.append(self._post(dist.isend, row, group_dst=peer, group=group, tag=tag))
-        self._work(_COMPILE, messages(works, group)).wait()
+        Work(_COMPILE, messages(works, group), journal=self.journal).wait()
         return rows
 
     def send_to_all(self, tensors: Sequence[Tensor], text: str) -> Work:
@@ -308,12 +308,12 @@ class Control(Exchanges):
         keeps the tensors until it has waited for the work."""
         others = range(1, self.world_size)
         works = [self._post(dist.isend, t, group_dst=r, group=self.control) for r in others for t in tensors]
-        return self._work(text, messages(works))
+        return Work(text, messages(works), journal=self.journal)
 
     def receive(self, tensor: Tensor, text: str) -> None:
         """Receives the next tensor that rank 0 sends. ``text`` names it in errors."""
         work = self._post(dist.irecv, tensor, group_src=0, group=self.control)
-        self._work(text, messages([work])).wait()
+        Work(text, messages([work]), journal=self.journal).wait()
 
     def max_on_host(self, values: Sequence[int], text: str = "an exchange of a few numbers") -> list[int]:
         """The maximum of each value over the ranks. Uses only host memory, so no device synchronises. ``text`` names it
@@ -328,7 +328,7 @@ class Control(Exchanges):
         else:
             work = self._post(dist.all_reduce, tensor, op=dist.ReduceOp.MAX, group=self.control, async_op=True)
             steps = (collective(work),)
-        self._work(text, *steps).wait()
+        Work(text, *steps, journal=self.journal).wait()
         return [int(value) for value in tensor]
 
     def gather_on_host(self, rows: bytearray, row: bytes, text: str) -> Work:
@@ -339,7 +339,7 @@ class Control(Exchanges):
         """
         neighbours = self._all_on_this_host
         if neighbours is not None:
-            return self._work(text, *neighbours.gather_bytes(rows, row))
+            return Work(text, *neighbours.gather_bytes(rows, row), journal=self.journal)
         # lifetime: the work holds the tensors, and these the bytes
         sent, received = (
             torch.frombuffer(each, dtype=torch.uint8) for each in (bytearray(row * self.world_size), rows)
@@ -347,7 +347,7 @@ class Control(Exchanges):
         work = self._post(dist.all_to_all_single, received, sent, group=self.control, async_op=True)
         if self._process_groups is not None and work is not None:
             self._process_groups.record_collective(self.control, work)
-        return self._work(text, collective(work))
+        return Work(text, collective(work), journal=self.journal)
 
     def same_everywhere(
         self, subject: str, lines: Sequence[str], advice: str, *, instead: Sequence[str] | None = None

@@ -65,9 +65,6 @@ class Exchanges:
         except RuntimeError as error:
             raise (self.journal.explained(error) if self.journal is not None else error) from error
 
-    def _work(self, entry: Entry | str, *steps: Step) -> Work:
-        return Work(entry, *steps, journal=self.journal)
-
     def _data_work(self, work: dist.Work | None, entry: Entry) -> Work:
         """A collective of the data group. The watch sees it if the host waits for it."""
         return Work(entry, collective(work), journal=None if self._waits_on_stream else self.journal)
@@ -92,7 +89,7 @@ class Exchanges:
         if not self._waits_on_stream:  # gloo's work for it waits without end, whatever time limit it is given
             is_on_host = self._device.type == "cpu"
             stream = None if is_on_host else torch.accelerator.current_stream(self._device)
-            return self._work(entry, messages([work], stream=stream))
+            return Work(entry, messages([work], stream=stream), journal=self.journal)
         return self._data_work(work, entry)
 
     def all_gather(self, out: Tensor, shard: Tensor, kind: str, bucket: int) -> Work:
@@ -118,16 +115,16 @@ class Exchanges:
         if not self._waits_on_stream:  # gloo gathers only rows of equal length
             received = [(rank, each) for rank, each in enumerate(rows) if each.numel()]
             sent = list(enumerate(row.repeat(self.world_size, 1))) if row.numel() else []
-            return self._exchange_all(received, sent, entry)
+            return self._exchange_at_once(received, sent, entry)
         return self._data_work(self._post(dist.all_gather, rows, row, group=self.data, async_op=True), entry)
 
-    def exchange(self, received: Pieces, sent: Pieces, kind: str, bucket: int) -> Work:
+    def exchange_pieces(self, received: Pieces, sent: Pieces, kind: str, bucket: int) -> Work:
         """``received`` <- the pieces that other ranks send to this one, each straight into its place, at most one per
         rank. This rank's own piece is copied, unless it is there already. ``kind`` is one of EXCHANGES. Asynchronous.
         All ranks call it, also those without a piece."""
         entry = self.begin(kind, bucket, sum(piece.nbytes for rank, piece in sent if rank != self.rank))
         if not self._by_pairs:
-            return self._exchange_all(received, sent, entry)
+            return self._exchange_at_once(received, sent, entry)
         works, ranks = [], list[int]()
         in_turn = sorted(sent, key=lambda item: (item[0] - self.rank) % self.world_size)
         for start, pieces in ((dist.irecv, received), (dist.isend, in_turn)):
@@ -136,9 +133,9 @@ class Exchanges:
                     works.append(self._pair(start, piece, rank, entry))
                     ranks.append(self.numbers[rank])
         copy_own_piece(received, sent, self.rank)
-        return self._work(entry, messages(works, ranks=ranks))
+        return Work(entry, messages(works, ranks=ranks), journal=self.journal)
 
-    def _exchange_all(self, received: Pieces, sent: Pieces, entry: Entry) -> Work:
+    def _exchange_at_once(self, received: Pieces, sent: Pieces, entry: Entry) -> Work:
         """The same by one collective."""
         out, rows = _joined(received, sent, self._device), _joined(sent, received, self._device)
         splits = _lengths(received, self.world_size), _lengths(sent, self.world_size)
@@ -154,7 +151,7 @@ class Exchanges:
             works.append(self._pair(dist.irecv, received[source], source, entry))
             works.append(self._pair(dist.isend, sent[target], target, entry))
             ranks += [self.numbers[source], self.numbers[target]]
-        return self._work(entry, messages(works, ranks=ranks))
+        return Work(entry, messages(works, ranks=ranks), journal=self.journal)
 
     def _pair(self, start: Callable[..., Any], tensor: Tensor, rank: int, entry: Entry) -> Any:
         """A message to or from one rank. The tag names the exchange, so ranks that are out of step wait for different

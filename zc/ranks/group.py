@@ -57,6 +57,7 @@ class Group(Control):
 
     _shard: Group | None = None
     replicas: Group | None = None  # the ranks with the same shard as this one, or None without replicas
+    _row_and_column: Sequence[Group] = ()  # of a mesh with two dimensions, this rank's: the two above
     levels: Levels | None = None  # with two levels
     _new_data: Callable[..., dist.ProcessGroup] | None = None  # makes one more group like `data`
     _by_memory = False  # ranks read each other's gradients and weights in place
@@ -86,18 +87,12 @@ class Group(Control):
             self._neighbours.close()
         self._neighbours, self.topology, self.note = None, topology, note
 
-    @property
-    def _rows_and_columns(self) -> list[Group]:
-        """Of a mesh with two dimensions: this rank's."""
-        return [group for group in (self._shard, self.replicas) if group is not None]
-
     def take_nbytes_sent(self) -> Counter[str]:
-        parts: list[Exchanges] = [*self._rows_and_columns]
-        parts += self.levels or []
+        parts: list[Exchanges] = [*self._row_and_column, *(self.levels or ())]
         return sum((part.take_nbytes_sent() for part in parts), super().take_nbytes_sent())
 
     def close(self) -> None:
-        for group in self._rows_and_columns:  # before the journal that covers them
+        for group in self._row_and_column:  # before the journal that covers them
             group.close()
         super().close()
         self.data, self.levels, self._new_data, self._by_memory = None, None, None, False
@@ -106,7 +101,7 @@ class Group(Control):
         """Makes the group that carries gradients and weights of ``device``. With NCCL it has the timeout and the NCCL
         configuration (``config.max_ctas`` and the like) of the group that the caller passed."""
         self._device = device
-        for group in self._rows_and_columns:
+        for group in self._row_and_column:
             group.open_data(device)
         if self.world_size > 1:
             callers_group = self.callers_group
@@ -167,22 +162,22 @@ class Group(Control):
             entry, rows = self.begin(kind, bucket, self._others(out.nbytes)), out.view(self.world_size, -1)
             if rows[self.rank].data_ptr() != shard.data_ptr():
                 rows[self.rank].copy_(shard)
-            received = dict(enumerate(rows))
-            return self._work(entry, *self._neighbours.exchange(EXCHANGES.index(kind), bucket, received, shard))
+            steps = self._neighbours.read_tensors(EXCHANGES.index(kind), bucket, dict(enumerate(rows)), shard)
+            return Work(entry, *steps, journal=self.journal)
         if self.levels is not None:
             part = out.view(self.levels.host.world_size, -1)[self.levels.host.rank]
             self.levels.net.all_gather(part, shard, kind, bucket).wait()
             return self.levels.host.all_gather(out, part, kind, bucket)
         return super().all_gather(out, shard, kind, bucket)
 
-    def exchange(self, received: Pieces, sent: Pieces, kind: str, bucket: int) -> Work:
-        """As `Exchanges.exchange`."""
+    def exchange_pieces(self, received: Pieces, sent: Pieces, kind: str, bucket: int) -> Work:
+        """As `Exchanges.exchange_pieces`."""
         if self._by_memory and self._neighbours is not None:
             entry = self.begin(kind, bucket, sum(piece.nbytes for rank, piece in sent if rank != self.rank))
             copy_own_piece(received, sent, self.rank)
-            steps = self._neighbours.exchange(EXCHANGES.index(kind), bucket, dict(received), dict(sent))
-            return self._work(entry, *steps)
-        return super().exchange(received, sent, kind, bucket)
+            steps = self._neighbours.read_tensors(EXCHANGES.index(kind), bucket, dict(received), dict(sent))
+            return Work(entry, *steps, journal=self.journal)
+        return super().exchange_pieces(received, sent, kind, bucket)
 
     def sum_(self, value: Tensor) -> None:
         """Adds a small tensor over the ranks, in place."""
@@ -196,7 +191,7 @@ class Group(Control):
         if self.world_size > 1:
             entry = self.begin(kind, value.numel(), self._others(2 * value.nbytes))
             if self._by_memory and self._neighbours is not None:
-                self._work(entry, *self._neighbours.reduce_(int(kind == SUM), value, add)).wait()
+                Work(entry, *self._neighbours.reduce_(int(kind == SUM), value, add), journal=self.journal).wait()
                 return
             self._data_work(self._post(dist.all_reduce, value, op=op, group=self.data, async_op=True), entry).wait()
 
@@ -232,7 +227,7 @@ def ranks_of(
     # before more groups are made: ranks with different meshes would make different groups, and wait for each other
     ranks.same_everywhere("what zc.compile was given as mesh", [shape], "Give all ranks the same one")
     if mesh is not None and has_replicas(mesh):
-        ranks._shard, ranks.replicas = _split(ranks, mesh)
+        ranks._shard, ranks.replicas = ranks._row_and_column = _split(ranks, mesh)
     return ranks
 
 

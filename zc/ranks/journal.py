@@ -118,11 +118,7 @@ class Journal:
         """Records that an exchange starts."""
         self.record = self.record.with_entry((kind, index))
         if kind in (SUM, LARGEST, LOADED):  # others are entered by streams, and belong to a backward or an update
-            self.record_call((kind, index))
-
-    def record_call(self, what: Entry | str, *, shared: bool = True) -> None:
-        """Adds a call of the program to the `Trail`."""
-        self.watch.trail.add(self.name, what, shared=shared)
+            self.watch.trail.add(self.name, (kind, index), shared=True)
 
     def checksum(self) -> int:
         return zlib.crc32(repr(self.record.entries).encode(), self.record.sums)

@@ -56,12 +56,11 @@ _CHUNK_NBYTES = 2**20  # of all ranks' rows that are summed at once, so that the
 _REFUSED = (errno.EPERM, errno.EACCES, errno.ENOSYS)  # by the kernel, whatever the address
 
 
-def _key(message: int, kind: int, index: int) -> int:
-    return message << 56 | kind << 48 | index
-
-
-def _numbered(counts: Counter[int], key: int) -> int:
-    """The key of the next signal under ``key``, or of the next wait for one."""
+def _key(message: int, kind: int, index: int, counts: Counter[int] | None = None) -> int:
+    """The key of a message; with ``counts``, of the next signal of these three, or of the next wait for one."""
+    key = message << 56 | kind << 48 | index
+    if counts is None:
+        return key
     counts[key] += 1
     return key | counts[key] % _NUM_NUMBERS << _INDEX_BITS
 
@@ -91,7 +90,7 @@ class Neighbours:
 
     def signal_full(self, kind: int, index: int, tensors: Mapping[int, Tensor] | Tensor) -> None:
         """Lets each other rank read its one of ``tensors``, contiguous, until it signals that it has done so."""
-        key = _numbered(self._sent, _key(FULL, kind, index))
+        key = _key(FULL, kind, index, self._sent)
         for peer in self.peers:
             tensor = tensors if isinstance(tensors, Tensor) else tensors.get(peer)
             place = _PLACE.pack(0, 0) if tensor is None else _PLACE.pack(tensor.data_ptr(), tensor.nbytes)
@@ -99,17 +98,17 @@ class Neighbours:
 
     def await_full(self, kind: int, index: int, places: dict[int, bytes]) -> Step:
         """``places`` <- by rank, the address of its data for this one. Done when all others may be read."""
-        return self._from_all(_numbered(self._awaited, _key(FULL, kind, index)), _PLACE.size, places)
+        return self._from_all(_key(FULL, kind, index, self._awaited), _PLACE.size, places)
 
     def signal_free(self, kind: int, index: int) -> None:
         """Tells the others that this rank has read their data."""
-        key = _numbered(self._sent, _key(FREE, kind, index))
+        key = _key(FREE, kind, index, self._sent)
         for peer in self.peers:
             self.links.send(peer, key, b"\0")
 
     def await_free(self, kind: int, index: int) -> Step:
         """Done when all others have read this rank's data."""
-        return self._from_all(_numbered(self._awaited, _key(FREE, kind, index)), 1, {})
+        return self._from_all(_key(FREE, kind, index, self._awaited), 1, {})
 
     def _from_all(self, key: int, nbytes: int, messages: dict[int, bytes]) -> Step:
         """``messages`` <- one message from each neighbour, by rank."""
@@ -174,7 +173,7 @@ class Neighbours:
 
     # --- whole exchanges ---
 
-    def exchange(
+    def read_tensors(
         self, kind: int, index: int, received: Mapping[int, Tensor], sent: Mapping[int, Tensor] | Tensor
     ) -> tuple[Step, ...]:
         """received[r] <- the tensor that rank r sends to this one. Done when the others have received theirs, too. All
@@ -194,7 +193,7 @@ class Neighbours:
         read, too. A step that was cut off may be done again."""
         self.signal_full(kind, index, sent)
         places: dict[int, bytes] = {}
-        free = _numbered(self._sent, _key(FREE, kind, index))
+        free = _key(FREE, kind, index, self._sent)
 
         def read(seconds: float | None) -> bool:
             read_all(places)

@@ -29,8 +29,8 @@ from torch import Tensor
 
 from zc.kernels import reduce_rows
 from zc.kernels.blocks import Blocks, add_blocks, encode_blocks, sum_blocks
-from zc.planning.plan import Bucket, Hop, Level, Plan, Way, hops_to_gather, reads_shards
-from zc.ranks.exchanges import Step, Work
+from zc.planning.plan import Bucket, Hop, Plan, Way, hops_to_gather, reads_shards
+from zc.ranks.exchanges import Work
 from zc.ranks.journal import EXCHANGES, GATHER, GATHER_SUMS, REDUCE
 
 if TYPE_CHECKING:
@@ -74,15 +74,6 @@ class Route:
     def gather(self, bucket: Bucket, whole: Tensor, shard: Tensor, scratch: Tensor | None, base: Tensor | None) -> None:
         """``whole`` <- all ranks' shards, this one's being ``shard``, which may lie in ``whole``. With ``base``, the
         shard as all ranks have it, ``whole`` += what each rank's shard is ahead of that (exact blocks replace)."""
-        raise NotImplementedError
-
-    def open(self, shards: Mapping[int, Tensor]) -> None:
-        """The others may read ``shards``, by bucket, from here to `close`. All ranks open the same in the same
-        order."""
-        raise NotImplementedError
-
-    def close(self) -> None:
-        """Returns when no rank reads a shard any more, so that all of them may be written."""
         raise NotImplementedError
 
 
@@ -135,16 +126,16 @@ class Memory(Route):
             for rows, start, stop in self.neighbours.rows(sent, *own_range, places):
                 add_rows(total._replace(out=total.out[start:stop]), rows, bucket)
 
-        self.exchange(REDUCE, bucket.index, sent, add)
+        self.read_each_other(REDUCE, bucket.index, sent, add)
 
     def gather(self, bucket: Bucket, whole: Tensor, shard: Tensor, scratch: Tensor | None, base: Tensor | None) -> None:
         def read(places: Mapping[int, bytes]) -> None:
             for peer, place in places.items():
                 self.neighbours.read(whole[slice(*bucket.layout.net_range(peer))], peer, place)
 
-        self.exchange(GATHER, bucket.index, shard, read)
+        self.read_each_other(GATHER, bucket.index, shard, read)
 
-    def exchange(self, kind: str, bucket: int, tensor: Tensor, read_all: ReadAll) -> None:
+    def read_each_other(self, kind: str, bucket: int, tensor: Tensor, read_all: ReadAll) -> None:
         """Ranks of this host read each other's ``tensor``: a part each if it is reduced, all of it if it is gathered.
         At the end all have read, so each may write its own again (docs/proof.md). Where Ctrl-C or a signal's handler
         raises on the calling thread, this is done first, since the others wait for this rank. ``read_all`` is then
@@ -192,11 +183,14 @@ class Shards(Route):
         """Waits until all ranks have opened this bucket."""
         if index not in self._places:
             places: dict[int, bytes] = {}
-            self._wait(index, self._neighbours.await_full(_GATHER, index, places))
+            opened = self._neighbours.await_full(_GATHER, index, places)
+            Work((GATHER, index), opened, journal=self._ranks.journal).wait()
             self._places[index] = places
         return self._places[index]
 
     def open(self, shards: Mapping[int, Tensor]) -> None:
+        """The others may read ``shards``, by bucket, from here to `close`. All ranks open the same in the same
+        order."""
         for index, shard in shards.items():
             if index not in self._kept:
                 self._ranks.keep_alive(shard)
@@ -207,6 +201,7 @@ class Shards(Route):
                 self._open.add(index)
 
     def close(self) -> None:
+        """Returns when no rank reads a shard any more, so that all of them may be written."""
         if not self._open:
             return
         buckets = sorted(self._open)
@@ -214,11 +209,9 @@ class Shards(Route):
             self._places_of(index)  # also of ranks whose shards this one has not read
         self._places.clear()
         self._neighbours.signal_free(_GATHER, buckets[0])
-        self._wait(buckets[0], self._neighbours.await_free(_GATHER, buckets[0]))
+        all_have_read = self._neighbours.await_free(_GATHER, buckets[0])
+        Work((GATHER, buckets[0]), all_have_read, journal=self._ranks.journal).wait()
         self._open.clear()
-
-    def _wait(self, index: int, step: Step) -> None:
-        Work((GATHER, index), step, journal=self._ranks.journal).wait()
 
 
 class _Code(NamedTuple):
@@ -255,7 +248,7 @@ class Encoded(Route):
         count, size, end = self._ranks.world_size, received.rows.nbytes, sent.rows.nbytes
         rows = scratch[end : end + count * size].view(count, size)
         pieces = list(enumerate(sent.split(scratch)))
-        self._ranks.exchange(list(enumerate(rows)), pieces, REDUCE, bucket.index).wait()
+        self._ranks.exchange_pieces(list(enumerate(rows)), pieces, REDUCE, bucket.index).wait()
         sum_blocks(rows, total.out, received.blocks, scale=total.scale, add=total.add)
 
     def gather(self, bucket: Bucket, whole: Tensor, shard: Tensor, scratch: Tensor | None, base: Tensor | None) -> None:
@@ -306,17 +299,10 @@ class Routes:
         self.plan, self.group, self.tables = plan, group, tables
         self._made: dict[Hop, Route] = {}
         self._to_gather: dict[tuple[int, bool], list[Route]] = {}  # by bucket, and whether exactly
-        # of weights that a rank gathers when it likes: made here, since two threads use it
-        self.shards = self._of(Hop(Way.SHARDS, Level.ALL, plan.world_size)) if self.gathers_alone else Route()
-
-    @property
-    def gathers_alone(self) -> bool:
-        """Whether a rank may gather sharded weights when others don't: it reads their shards (`Shards`)."""
-        return reads_shards(self.plan)
-
-    def to_reduce(self, hop: int) -> Route:
-        """The route of this hop of a reduction."""
-        return self._of(self.plan.hops[hop])
+        # of weights that a rank gathers when it likes, also when others don't, where it reads their shards; made here,
+        # since two threads use it
+        self.shards = Shards(group.shard) if reads_shards(plan) else None
+        self.to_reduce = [self._of(hop) for hop in plan.hops]  # of each hop of a reduction
 
     def gather(
         self, bucket: Bucket, whole: Tensor, shard: Tensor, scratch: Tensor | None = None, base: Tensor | None = None
@@ -347,7 +333,8 @@ class Routes:
             case Way.MEMORY:
                 return Memory(sharers)
             case Way.SHARDS:
-                return Shards(sharers)
+                assert self.shards is not None, "the plan says that ranks read each other's shards"
+                return self.shards
             case Way.ENCODED:
                 return Encoded(sharers.of_level(hop.among), plan, sharers.rank, self.tables)
             case Way.REPLICAS:

@@ -67,7 +67,7 @@ def nbytes_in_place(graph: fx.Graph, plan: Plan) -> tuple[int, int]:
         if not isinstance(op, Write | Deposit):
             continue
         bucket = plan.buckets[op.bucket]
-        dtype = bucket.reduce_dtype if plan.placement.shards_gradients else bucket.acc_dtype
+        dtype = bucket.grad_dtype if plan.placement.shards_gradients else bucket.acc_dtype
         nbytes = sum(bucket.slots[k].numel for k in op.slots) * dtype.itemsize
         total += nbytes
         in_place += nbytes if isinstance(op, WgradInto) else 0

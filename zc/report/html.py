@@ -563,6 +563,6 @@ def detail(node: fx.Node, program: Program) -> str:
         return f"{words} {op.key}{grads}"
     if isinstance(op, BucketOp):
         bucket = plan.bucket(op.bucket)
-        nbytes = bucket.numel * bucket.reduce_dtype.itemsize
+        nbytes = bucket.numel * bucket.grad_dtype.itemsize
         return f"{words}, bucket {op.bucket} ({nbytes / 1e6:,.1f} MB): {some([s.name for s in bucket.slots], 3)}"
     return words

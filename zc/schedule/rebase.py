@@ -65,7 +65,7 @@ def shifts(plan: Plan, names: Mapping[str, str]) -> dict[int, Shift] | None:
 
 
 def _dtypes(bucket: Bucket) -> tuple[Any, ...]:
-    return bucket.param_dtype, bucket.reduce_dtype, bucket.acc_dtype, bucket.net_dtype, bucket.device
+    return bucket.param_dtype, bucket.grad_dtype, bucket.acc_dtype, bucket.net_dtype, bucket.device
 
 
 def rebased(graph: fx.Graph, plan: Plan, names: Mapping[str, str], moves: Mapping[int, Shift], turn: int) -> fx.Graph:

@@ -281,7 +281,7 @@ class ShardedWeights(Weights):
             return
         self.passes.end()
         core.streams.join_main()
-        core.buffers.drop_arena()
+        core.buffers.arena.clear()
 
     def before_writes(self) -> None:
         """All ranks call it before masters or shards are written: no rank reads a shard from here on."""
@@ -426,7 +426,7 @@ class ModelPasses(Part):
                         self.end()
                         self._is_trial = was_trial
                         self._whole.reshard_unwritten(self._whole.buckets.keys() - before)
-                        core.buffers.drop_arena()
+                        core.buffers.arena.clear()
                     self.make_absent()
 
     def note_uncompiled(self) -> None:
@@ -456,7 +456,7 @@ class ModelPasses(Part):
         def before() -> None:
             nonlocal breaks_before
             breaks_before = breaks()
-            if self.core.accumulators.routes.gathers_alone:
+            if self.core.accumulators.routes.shards is not None:
                 unshard()
 
         def after() -> None:

@@ -111,7 +111,7 @@ class WeightUses(Part):
                 )
             self._close()
             planned = self._start((buckets,))
-        planned.program.run_piece(self._position, core.streams)
+        planned.program([], core.streams, piece=self._position)
         reads = planned.residency.pieces[self._position].reads
         self._order.append(buckets)
         self._position += 1
@@ -147,7 +147,7 @@ class WeightUses(Part):
         for number, (index,) in enumerate(residency.uses):
             if not any(core.group.max_on_host([is_wanted and not is_left], "the next unit of whole weights")):
                 break
-            program.run_piece(number, core.streams)
+            program([], core.streams, piece=number)
             bucket, (extent,) = plan.bucket(index), residency.pieces[number].reads
             flat = core.buffers.gathered("arena[0]", bucket, extent.start)
             slots = [slot for slot, _ in core.params_in(bucket)]
@@ -162,9 +162,9 @@ class WeightUses(Part):
                 core.streams.join_main()
                 raise ZcError(f"a forward, an update, a save or a load came between two whole weights: {BETWEEN}")
         else:
-            program.run_piece(-1, core.streams)
+            program([], core.streams, piece=-1)
         core.streams.join_main()
-        core.buffers.drop_arena()
+        core.buffers.arena.clear()
         if is_left:
             raise GeneratorExit
 
@@ -210,6 +210,6 @@ class WeightUses(Part):
         if planned is None:
             return
         if self._position == len(planned.uses):
-            planned.program.run_piece(-1, self.core.streams)
+            planned.program([], self.core.streams, piece=-1)
         else:
             self.core.streams.join_main()

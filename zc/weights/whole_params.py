@@ -152,7 +152,8 @@ class WholeParams(Part):
         they can't take. The shards are closed then: no rank reads one."""
         core = self.core
         self._refuse_others()
-        core.accumulators.close_shards()
+        if (shards := core.accumulators.routes.shards) is not None:
+            shards.close()
         with torch.inference_mode(False), torch.no_grad(), torch_private.without_torch_function():
             for bucket in map(core.plan.bucket, sorted(self.buckets)):
                 if not self._is_counted(bucket) and not self._is_unseen(bucket):
