@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from zc.engine.announcements import BOUNDARY
+from zc.engine.agreement import BOUNDARY
 from zc.ranks.journal import LENGTH, Trail
 from zc.report import diverged
 

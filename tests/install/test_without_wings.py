@@ -74,11 +74,15 @@ if rank == 0:
 """
 
 
+def modules_of(names: tuple[str, ...]) -> list[str]:
+    return " ".join(PARTS.get(name) or arrows.WINGS[name] for name in names).split()
+
+
 def without(folder: Path, names: tuple[str, ...]) -> Path:
     """A copy of the package in which these wings are gone."""
     for top in ("zc", "passes", "kernels"):
         shutil.copytree(ROOT / top, folder / top, symlinks=True)  # bytecode, too
-    gone = " ".join(PARTS.get(name) or arrows.WINGS[name] for name in names).split()
+    gone = modules_of(names)
     for module in gone:
         place = folder / module.replace("zc.passes", "passes").replace(".", "/")
         shutil.rmtree(place) if place.is_dir() else place.with_suffix(".py").unlink()
@@ -115,6 +119,18 @@ def train(folder: Path) -> None:
 
 def test_the_core_trains_without_all_of_them(tmp_path: Path) -> None:
     train(without(tmp_path, NAMES))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_stays_loads_nothing_of_one(name: str) -> None:
+    """`zc.report` loaded a module of `agree`: without that wing alone, `import zc` failed."""
+    trees = arrows.modules(ROOT)
+    gone = tuple(f"{module}." for module in modules_of((name,)))
+    names = (file.removesuffix(".py").replace("/", ".").removesuffix(".__init__") for file in TOGETHER)
+    together = {name if name.startswith("zc") else f"zc.{name}" for name in names}
+    stays = {module for module in trees if not f"{module}.".startswith(gone)} - together
+    loads = [(module, what) for module in stays for what, _, how in arrows.imports(trees[module]) if how == "load"]
+    assert [(module, what) for module, what in loads if f"{what}.".startswith(gone)] == []
 
 
 @full_only

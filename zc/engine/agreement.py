@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from zc.engine.operations import MayReduce
     from zc.planning.plan import Bucket
 
+# what a rank does next, in announcements and in the files that `zc diff` reads
+BOUNDARY = "finish the gradients of an update (optimizer.step, clipping, or reading a gradient)"
+END = "end a backward"  # outside of no_sync
+
 
 class Agreement:
     """Of one compiled model. Only the thread that issues schedules uses it: autograd's in a backward, the caller's

@@ -46,7 +46,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from zc.engine import param_checks
-from zc.engine.agreement import Agreement
+from zc.engine.agreement import BOUNDARY, END, Agreement
 from zc.engine.ledger import Where
 from zc.errors import ZcError
 from zc.planning.plan import Bucket, Plan
@@ -58,8 +58,6 @@ if TYPE_CHECKING:
     from zc.ranks.group import Group
 
 
-BOUNDARY = "finish the gradients of an update (optimizer.step, clipping, or reading a gradient)"
-END = "end a backward"  # outside of no_sync
 # Five numbers: checksums of the text, of the journal, of which gradients the sums contain and of which parameters show
 # a .grad; and how often gradients were dropped. One byte: 2 for BOUNDARY, 1 for END, 0 for others. Behind it the totals
 # of zc.count (zc/engine/agreement.py).

@@ -24,7 +24,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from zc.engine.announcements import BOUNDARY, END
+from zc.engine.agreement import BOUNDARY, END
 from zc.errors import RankLostError, RankMismatchError, ZcError, some
 from zc.ranks.journal import Journal, TrailEntry, frame_of_program
 from zc.version import __version__
