@@ -76,7 +76,7 @@ def _loop(
     for step in range(3):
         for m in range(3):
             x, y = _batch(rank, step, m)
-            is_held_back = how == "skips" or (how == "no_sync" and m < 2)
+            is_held_back = how == "skips" or (how in ("no_sync", "calls forward") and m < 2)
             with no_sync() if is_held_back else contextlib.nullcontext():
                 loss = F.mse_loss(call(x), y)
                 if how == "looks":  # at itself, in training mode and without gradients
@@ -148,6 +148,28 @@ def test_buffers_and_what_reads_them_are_ddps(backend: str, stage: int, chosen: 
     """Several forwards an update, accumulation under no_sync, a forward without gradients between
     a forward and its backward, evaluations between updates. They were broadcast once, by zc.compile."""
     run_ranks(_against_ddp, 2, backend, stage, chosen)
+
+
+def _by_tasks(rank: int, world_size: int) -> Tensor:
+    """Job: the last rank's task alone has buffers, and the loop calls parts of the model. The trunk's weights."""
+    parts = {"trunk": nn.Linear(4, 4), "plain": nn.Linear(4, 4), "normed": nn.BatchNorm1d(4)}
+    model = nn.ModuleDict(parts)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    zc.compile(model, optimizer, backend="eager", stage=2)
+    task = model["normed" if rank == world_size - 1 else "plain"]
+    for _ in range(2):
+        for _ in range(3):
+            task(model["trunk"](torch.randn(4, 4))).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    zc.close(model)
+    return parts["trunk"].weight.detach()
+
+
+def test_ranks_with_different_tasks_do_not_wait_for_buffers() -> None:
+    """A message of rank 0 after each backward made the rank that had written buffers wait for one that came in none."""
+    first, second = run_ranks(_by_tasks, 2)
+    assert first.equal(second)
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ message before an update is marked as the last. So ranks that call the model mor
 until the next update. Ranks that call it less often catch up at the boundary. DDP hangs in both cases. If rank 0
 had no forward in an update, its data may have ended: then its buffers go to the ranks that have trained, and a rank
 without a forward keeps its own. Where the loop calls ``model.forward(x)``, or parts of the model, the buffers that they
-wrote tell so: rank 0 sends them at the end of the backward outside of no_sync, and the others take them there.
+wrote tell rank 0 so: it sends them at the boundary, and the others take them there.
 
 Buffers on a GPU travel after the last message, by a broadcast in the group that carries the weights. All ranks issue it
 after the boundary's announcement and reductions, since collectives of one communicator need one order on all ranks. A
@@ -85,16 +85,6 @@ class BufferSync(Part):
         self._is_first = False
         self._is_due = torch.is_grad_enabled() and core.is_boundary
         self._has_trained |= torch.is_grad_enabled()
-
-    def after_backward(self) -> None:
-        """Called when a backward has ended. If a buffer is written and no forward has come here, the next one won't
-        either, and DDP would broadcast before that."""
-        is_unnoticed = self._is_first and self._was_due and self._written()
-        if is_unnoticed and self.core.is_boundary and not self._has_ended:
-            self._is_due = True
-            self._exchange(is_last=False)
-            self._is_due = False
-            self.take_received()
 
     def send_last(self) -> None:
         """Called at the boundary of an update, before rank 0 has waited for any rank."""
