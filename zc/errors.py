@@ -79,9 +79,9 @@ def not_its_own(optimizer: Optimizer) -> str:
             f"zc.compile was not given this {type(optimizer).__name__}. Make it first, then call "
             "zc.compile(model, optimizer); several go in as a list"
         )
-    kept = " and ".join(kept_params(optimizer)) or "something beside its groups"
+    places = " and ".join(kept_params(optimizer)) or "something beside its groups"
     return (
-        f"it takes parameters from {kept}, where they are the model's. Take them from "
+        f"it takes parameters from {places}, where they are the model's. Take them from "
         'group["params"] of self.param_groups in step(): there each rank sees what it updates'
     )
 

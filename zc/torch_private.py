@@ -618,9 +618,9 @@ def only_eager(action: Callable[[nn.Module], None]) -> Callable[..., None]:
 
 
 def is_fake_quant(module: nn.Module) -> bool:
-    """Whether it is one of torch's observers or fake quantizers, which have no parameter. Dynamo runs their forwards
-    eagerly, but behind a hook compiles them, with buffers that such a forward resizes: torch's "size of tensor a (0)".
-    (``torch.ao.quantization``, in Dynamo's MOD_SKIPLIST; 2.11 to 2.15.)"""
+    """Whether it is one of torch's observers or fake quantizers, which have no parameter. Dynamo skips their forwards,
+    but compiles one that has a hook. That fails, since it resizes a buffer ("size of tensor a (0) must match"). So they
+    get no hook of ours. (``torch.ao.quantization``, in Dynamo's MOD_SKIPLIST; 2.11 to 2.15.)"""
     return type(module).__module__.startswith("torch.ao.quantization.")
 
 

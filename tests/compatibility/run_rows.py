@@ -162,7 +162,7 @@ def _cell(rank: int, world_size: int, row: Row, backend: str, stage: int) -> See
         model = _fresh(row)
         optimizer = row.optimizer(p for p in model.parameters() if p.requires_grad)
         own = {name: value() if callable(value) else value for name, value in row.options.items()}
-        # a bucket a parameter, or by default in stages 1 and 3 a layer: each bucket has schedules of its own to build
+        # one parameter per bucket; in the default tier, stages 1 and 3 have one layer per bucket, for fewer schedules
         options = {"bucket_nbytes": 512 if FULL or stage == 2 else 1200, **own}
         with late_gathers(LATE) if options.get("overlap_gather") else contextlib.nullcontext():
             zc.compile(model, optimizer, stage=stage, backend=backend, **options)

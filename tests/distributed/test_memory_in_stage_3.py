@@ -86,8 +86,8 @@ class BreaksInTraining(Net):
 
 
 def test_a_first_forward_without_gradients_frees_its_weights() -> None:
-    """It may break, so all are whole before it. They stayed so to the update, also those of an evaluation alone; and a
-    forward behind it, which reads weights outside of graphs, found none."""
+    """All weights are whole in it, since Dynamo may break its graph. They stayed whole until the next update. The next
+    forward, which reads weights outside of graphs, trains as in plain PyTorch."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     net, x = BreaksInTraining(), torch.randn(4, DIM)

@@ -104,7 +104,7 @@ def test_against_float64(make: type[nn.Module], monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.filterwarnings("ignore")
 def test_stage_3_trains_with_fake_quantizers() -> None:
-    """Dynamo compiled their forwards behind a hook: "size of tensor a (0) must match the size of tensor b (8)"."""
+    """With a hook of zc's on each of them, Dynamo compiled their forwards, and failed in torch's code."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))

@@ -37,18 +37,18 @@ def test_callbacks_run_around_the_compilation_of_a_frame() -> None:
     assert calls == ["before", "backend", "after", "backend", "backend"]
 
 
-@contract("is_fake_quant", "torch.ao.quantization, which Dynamo skips but behind a hook")
+@contract("is_fake_quant", "torch.ao.quantization in Dynamo's MOD_SKIPLIST, for modules without hooks")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_fake_quantizers_without_hooks_run_eagerly() -> None:
     torch._dynamo.reset()
     net = nn.Sequential(nn.Linear(8, 8))
     net.qconfig = torch.ao.quantization.get_default_qat_qconfig("fbgemm")
     torch.ao.quantization.prepare_qat(net.train(), inplace=True)
-    found = [module for module in net.modules() if torch_private.is_fake_quant(module)]
-    assert any(isinstance(module, torch.ao.quantization.FakeQuantizeBase) for module in found)
-    assert not any(list(module.parameters()) for module in found)
+    quantizers = [module for module in net.modules() if torch_private.is_fake_quant(module)]
+    assert any(isinstance(module, torch.ao.quantization.FakeQuantizeBase) for module in quantizers)
+    assert not any(list(module.parameters()) for module in quantizers)
     for module in net.modules():
-        if module not in found:
+        if module not in quantizers:
             module.register_forward_pre_hook(lambda *_: None)
     torch.compile(net, backend="aot_eager")(torch.ones(2, 8)).sum().backward()
 

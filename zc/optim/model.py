@@ -277,9 +277,9 @@ class ParamWrites:
         plan = self._core.plan
         return [] if plan.placement.shards_weights else [b for b in plan.buckets if b.has_master or plan.offload]
 
-    def copies_apart(self) -> list[Tensor]:
-        """What the parameters are whose masters lie elsewhere."""
-        return [self._core.buffers.flat_param[bucket.index].clone() for bucket in self._apart()]
+    def weights_apart(self) -> list[Tensor]:
+        """The flat_param of each bucket whose masters lie elsewhere."""
+        return [self._core.buffers.flat_param[bucket.index] for bucket in self._apart()]
 
     def _is_counted(self, bucket: Bucket) -> bool:
         """Whether autograd has seen a write since `remember`."""

@@ -621,7 +621,7 @@ class ShardedOptimizer:
         self.runtime.weights.before_writes()
         self._writes.take_over()
         if self._keeps_params:
-            self._weights_before = self._writes.copies_apart()
+            self._weights_before = [flat.clone() for flat in self._writes.weights_apart()]
         changed = self._touched()
         if self._takes_flat and self._flat.find([slices for _, slices in self._lists]):
             self._flat.enter(self._groups)
@@ -681,7 +681,7 @@ class ShardedOptimizer:
         changed, self._updating, self.grad_shards.updating = self._updating or (), None, None
         cleared = [] if self._is_known else self._cleared(changed)
         before, self._weights_before = self._weights_before, []
-        has_written = not all(map(same_bits, before, self._writes.copies_apart() if before else ()))
+        has_written = not all(map(same_bits, before, self._writes.weights_apart()))
         self._leave()
         self._check_places("in step()")
         self.updater.after(changed)

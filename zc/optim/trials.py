@@ -323,13 +323,15 @@ def calls_of_closure(optimizer: Optimizer) -> tuple[int, bool] | None:
         return torch.zeros((), device="cpu")
 
     def change(num_steps: int) -> Tensor:
-        return update_copy(optimizer, group, [value], [(grads * MORE)[:num_steps]], seed=1, closure=closure)[0].change
+        some = (grads * REPEATS)[:num_steps]
+        return update_copy(optimizer, group, [value], [some], seed=1, closure=closure)[0].change
 
     group = next((g for g in optimizer.param_groups if g["params"]), optimizer.param_groups[0])
     try:
         change(1)
-        number, before = len(weights), change(MORE * STEPS - 1)
-        change(MORE * STEPS)
+        number = len(weights)
+        before = change(REPEATS * STEPS - 1)
+        change(REPEATS * STEPS)  # its last step begins where the one before has ended
     except Exception:  # noqa: BLE001  (then it is not known)
         return None
     return number, number > 0 and not torch.equal(weights[-number] - value, before)
@@ -420,7 +422,7 @@ def _advice(optimizer: Optimizer, error: Communicates) -> str:
 
 
 STEPS = 3
-MORE = 3  # times as many steps, where some move nothing: RAdam's first four, so a schedule-free class's eval() neither
+REPEATS = 3  # of these, where all may move nothing: RAdam's first four do, and then a schedule-free class's eval()
 CLOSE = 1e-4  # of the largest change; a vector's tail may be summed in another order, which rounds differently
 
 
@@ -795,7 +797,7 @@ def _try(
     matrix, cuts = cut_matrix(block or 1)
     for shapes, close in PAIRS if block is None else (((matrix,), CLOSE),):
         data = [small_data(shape, device, seed) for seed, shape in enumerate(shapes, start=20)]
-        data = [(value, own * MORE) for value, own in data]
+        data = [(value, own * REPEATS) for value, own in data]
         values, grads = [value for value, _ in data], [own for _, own in data]
         try:
             together, again = (

@@ -56,11 +56,12 @@ _CHUNK_NBYTES = 2**20  # of all ranks' rows that are summed at once, so that the
 _REFUSED = (errno.EPERM, errno.EACCES, errno.ENOSYS)  # by the kernel, whatever the address
 
 
-def _key(message: int, kind: int, index: int, counts: Counter[int] | None = None) -> int:
-    """The key of a message; with ``counts``, of the next signal of these three, or of the next wait for one."""
-    key = message << 56 | kind << 48 | index
-    if counts is None:
-        return key
+def _key(message: int, kind: int, index: int) -> int:
+    return message << 56 | kind << 48 | index
+
+
+def _count(counts: Counter[int], key: int) -> int:
+    """Counts a signal under ``key``, or a wait for one. Returns the key with that number, which it alone has."""
     counts[key] += 1
     return key | counts[key] % _NUM_NUMBERS << _INDEX_BITS
 
@@ -90,7 +91,7 @@ class Neighbours:
 
     def signal_full(self, kind: int, index: int, tensors: Mapping[int, Tensor] | Tensor) -> None:
         """Lets each other rank read its one of ``tensors``, contiguous, until it signals that it has done so."""
-        key = _key(FULL, kind, index, self._sent)
+        key = _count(self._sent, _key(FULL, kind, index))
         for peer in self.peers:
             tensor = tensors if isinstance(tensors, Tensor) else tensors.get(peer)
             place = _PLACE.pack(0, 0) if tensor is None else _PLACE.pack(tensor.data_ptr(), tensor.nbytes)
@@ -98,17 +99,17 @@ class Neighbours:
 
     def await_full(self, kind: int, index: int, places: dict[int, bytes]) -> Step:
         """``places`` <- by rank, the address of its data for this one. Done when all others may be read."""
-        return self._from_all(_key(FULL, kind, index, self._awaited), _PLACE.size, places)
+        return self._from_all(_count(self._awaited, _key(FULL, kind, index)), _PLACE.size, places)
 
     def signal_free(self, kind: int, index: int) -> None:
         """Tells the others that this rank has read their data."""
-        key = _key(FREE, kind, index, self._sent)
+        key = _count(self._sent, _key(FREE, kind, index))
         for peer in self.peers:
             self.links.send(peer, key, b"\0")
 
     def await_free(self, kind: int, index: int) -> Step:
         """Done when all others have read this rank's data."""
-        return self._from_all(_key(FREE, kind, index, self._awaited), 1, {})
+        return self._from_all(_count(self._awaited, _key(FREE, kind, index)), 1, {})
 
     def _from_all(self, key: int, nbytes: int, messages: dict[int, bytes]) -> Step:
         """``messages`` <- one message from each neighbour, by rank."""
@@ -193,7 +194,7 @@ class Neighbours:
         read, too. A step that was cut off may be done again."""
         self.signal_full(kind, index, sent)
         places: dict[int, bytes] = {}
-        free = _key(FREE, kind, index, self._sent)
+        free = _count(self._sent, _key(FREE, kind, index))
 
         def read(seconds: float | None) -> bool:
             read_all(places)
