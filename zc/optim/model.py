@@ -260,7 +260,7 @@ class ParamWrites:
         masters: list[Tensor] = []
         weights: list[Tensor] = []
         before: list[Tensor] = []  # where weights travel as differences, which all buckets do or none
-        for bucket in self._apart():
+        for bucket in self._core.plan.with_masters_apart:
             master: Tensor = buffers.master_shard[bucket.index]
             own = buffers.owned(buffers.flat_param[bucket.index], bucket)
             if own.device == master.device or self._is_counted(bucket):
@@ -272,14 +272,9 @@ class ParamWrites:
             self._core.wait_for_host_memory()  # the last update may still copy from the masters
             copy_writes(masters, [own.to(masters[0].device) for own in weights], before or None)
 
-    def _apart(self) -> list[Bucket]:
-        """The buckets whose masters are not the parameters' own storage, where that has all of these."""
-        plan = self._core.plan
-        return [] if plan.placement.shards_weights else [b for b in plan.buckets if b.has_master or plan.offload]
-
     def weights_apart(self) -> list[Tensor]:
         """The flat_param of each bucket whose masters lie elsewhere."""
-        return [self._core.buffers.flat_param[bucket.index] for bucket in self._apart()]
+        return [self._core.buffers.flat_param[bucket.index] for bucket in self._core.plan.with_masters_apart]
 
     def _is_counted(self, bucket: Bucket) -> bool:
         """Whether autograd has seen a write since `remember`."""

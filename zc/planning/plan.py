@@ -284,6 +284,12 @@ class Plan:
         """All buckets, those of frozen parameters included."""
         return (*self.buckets, *self.frozen)
 
+    @cached_property
+    def with_masters_apart(self) -> tuple[Bucket, ...]:
+        """The buckets whose masters are not the parameters' own storage, where all ranks keep that."""
+        is_any = not self.placement.shards_weights
+        return tuple(bucket for bucket in self.buckets if is_any and (bucket.has_master or self.offload is not None))
+
     def is_sharded(self, bucket: Bucket) -> bool:
         """Whether each rank keeps its shard of these weights, and gathers the bucket while it is read."""
         return bucket.is_frozen or self.placement.shards_weights
