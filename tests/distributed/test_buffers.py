@@ -7,6 +7,7 @@ import contextlib
 import gc
 import os
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import patch
@@ -170,6 +171,31 @@ def test_ranks_with_different_tasks_do_not_wait_for_buffers() -> None:
     """A message of rank 0 after each backward made the rank that had written buffers wait for one that came in none."""
     first, second = run_ranks(_by_tasks, 2)
     assert first.equal(second)
+
+
+def _unannounced(rank: int, world_size: int) -> list[bool]:
+    """Job: whether zc.explain says that buffers come once an update, for model(x), model.forward(x) with accumulation
+    under no_sync, and model.forward(x) without."""
+    said = []
+    for calls_forward, holds_back in ((False, False), (True, True), (True, False)):
+        model = batch_norm()
+        optimizer = SGD(model.parameters(), lr=0.1)
+        zc.compile(model, optimizer, backend="eager")
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "zc: no forward came")
+            for step, microbatch in ((0, 0), (0, 1), (1, 0), (1, 1)):
+                x, y = _batch(rank, step, microbatch)
+                with zc.no_sync(model) if holds_back and microbatch == 0 else contextlib.nullcontext():
+                    F.mse_loss(model.forward(x) if calls_forward else model(x), y).backward()
+                if microbatch:
+                    optimizer.step()
+        said.append("rank 0's buffers come once an update" in str(zc.explain(model)))
+        zc.close(model)
+    return said
+
+
+def test_buffers_that_come_less_often_than_ddps_are_said() -> None:
+    assert run_ranks(_unannounced, 2) == [[False, False, True]] * 2
 
 
 @contextlib.contextmanager

@@ -17,7 +17,8 @@ message before an update is marked as the last. So ranks that call the model mor
 until the next update. Ranks that call it less often catch up at the boundary. DDP hangs in both cases. If rank 0
 had no forward in an update, its data may have ended: then its buffers go to the ranks that have trained, and a rank
 without a forward keeps its own. Where the loop calls ``model.forward(x)``, or parts of the model, the buffers that they
-wrote tell rank 0 so: it sends them at the boundary, and the others take them there.
+wrote tell rank 0 so: it sends them at the boundary, and the others take them there; zc.explain says so where an update
+has several such backwards.
 
 Buffers on a GPU travel after the last message, by a broadcast in the group that carries the weights. All ranks issue it
 after the boundary's announcement and reductions, since collectives of one communicator need one order on all ranks. A
@@ -68,6 +69,7 @@ class BufferSync(Part):
         self._was_due = True  # whether DDP would broadcast before that forward
         self._stays_due = True  # the same after this update, as rank 0's last message says
         self._as_they_were = self._now()
+        self._num_unannounced = 0  # backwards of this update that wrote buffers and whose forward was not announced
         self._sent: list[tuple[Work, list[Tensor]]] = []  # messages of rank 0 and their tensors, until they arrive
         # until the next forward: bytes that rank 0 has sent, the buffers for them, and the bytes that these had
         self._received: list[tuple[Tensor, list[Tensor], Tensor]] = []
@@ -85,6 +87,17 @@ class BufferSync(Part):
         self._is_first = False
         self._is_due = torch.is_grad_enabled() and core.is_boundary
         self._has_trained |= torch.is_grad_enabled()
+
+    def after_backward(self) -> None:
+        """Called when a backward outside of no_sync has ended. Says where DDP might have sent buffers before the next
+        forward. This rank can't tell: other ranks may call other parts of the model, and would not wait for it."""
+        self._num_unannounced += self._is_first and self._was_due and bool(self._written())
+        if self._num_unannounced == 2:
+            self.core.say_once(
+                f"no forward came through model(...), and several backwards of an update wrote {self._written()}: "
+                "rank 0's buffers come once an update, and not before each forward, as in DDP. Call model(x) in place "
+                "of model.forward(x); parts of the model may be called as before, and DDP sends nothing for them"
+            )
 
     def send_last(self) -> None:
         """Called at the boundary of an update, before rank 0 has waited for any rank."""
@@ -106,6 +119,7 @@ class BufferSync(Part):
         if not self._is_first or self._for_whom in _FOR_ALL:  # else this rank's last forward was before this update
             self._as_they_were = self._now() if self._was_due else {}
         self._has_ended = self._is_due = self._has_trained = False
+        self._num_unannounced = 0
         self._for_whom, self._is_first = _NOBODY, True
         while self._sent:
             self._sent.pop(0)[0].wait()

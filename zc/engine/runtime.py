@@ -275,6 +275,8 @@ class Runtime(Core):
         self.agreement.token_counts.is_in_backward = False
         if self.config.backend != "eager" and not self.programs:
             self.say_once("nothing of the model was compiled: every gradient came in through its parameter's hook")
+        if self.buffer_sync is not None and self.is_boundary:
+            self.buffer_sync.after_backward()
         self.listener.gradients_ready()
         self.streams.clock.phase("forward")
 
