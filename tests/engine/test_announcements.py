@@ -20,14 +20,18 @@ pytestmark = pytest.mark.check
 class Ranks:
     """Two ranks, of which the second sends what the first does, but for ``changed``: by byte from the end."""
 
-    world_size, journal = 2, None
+    world_size = 2
+    journal: Any = None
 
     def __init__(self) -> None:
         self.texts: list[str] = []
         self.changed: dict[int, int] = {}
+        self.compared: list[str] = []
+        self.size = 0  # of a row
 
     def gather_on_host(self, rows: bytearray, row: bytes, text: str) -> Any:
         self.texts.append(text)
+        self.size = len(row)
         rows[:] = row * 2
         for at, value in self.changed.items():
             rows[-at] = value
@@ -36,6 +40,9 @@ class Ranks:
     def record_call(self, *_: Any, **__: Any) -> None: ...
 
     def record_agreement(self) -> None: ...
+
+    def same_everywhere(self, what: str, *_: Any) -> None:
+        self.compared.append(what)
 
 
 class State:
@@ -88,3 +95,22 @@ def test_a_flag_of_another_rank_alone_is_seen() -> None:
     assert buckets == [0] and made.has_grad == [[False, False], [False, True]] == state.touched
     made.has_grad[0][0] = True
     assert state.touched[0] == [False, False], "two lists"
+
+
+def test_gradients_that_are_dropped_one_by_one_are_all_gone_with_the_last_one() -> None:
+    """Made zeros in a loop, twice: what other ranks have of this optimizer goes with the last one, and no earlier."""
+    made, state, _ = announcements()
+    backward(made, state)
+    where = [(bucket, slot) for bucket in range(2) for slot in range(2)]
+    assert [made.drop([each], set_to_none=False) for each in where * 2] == [[], [], [], [0]] * 2
+
+
+def test_ranks_with_one_past_compare_no_texts_at_a_boundary() -> None:
+    """Texts take another exchange; with different pasts it comes, and names them."""
+    made, _, ranks = announcements()
+    ranks.journal = SimpleNamespace(checksum=lambda: 7, lines=lambda: ["norm"], begin_update=lambda: None)
+    made.boundary((), by_grad=False, is_last=True)
+    assert not ranks.compared
+    ranks.changed = {ranks.size - 4: 8}  # after 4 bytes of what is announced
+    made.boundary((), by_grad=False, is_last=True)
+    assert ranks.compared == ["what was exchanged since the last update"]

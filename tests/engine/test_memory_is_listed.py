@@ -117,3 +117,16 @@ def test_the_walk_finds_a_tensor_of_any_part() -> None:
         part.kept = {0: (torch.ones(2), functools.partial(print, torch.ones(2)))}
         assert len(list(unlisted(sharded, model))) == 2, part
         del part.kept
+
+
+def test_a_forward_without_gradients_leaves_no_room_for_whole_weights() -> None:
+    """Stage 3: what is saved for a backward stays where it is until the update."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    zc.compile(model, optimizer, stage=3, backend="aot_eager")
+    arena, sizes = zc.registry.sharded(model).runtime.buffers.arena, []
+    for has_grad in (False, True, False):
+        with torch.set_grad_enabled(has_grad):
+            model(torch.ones(2, 8))
+        sizes.append(len(arena))
+    assert sizes == [0, 1, 0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -98,3 +99,18 @@ def test_a_state_of_another_shape_is_refused_by_name() -> None:
         optimizer.step()  # cleared the state that was to be replaced
     optimizer.state = kept
     assert plain(optimizer.state[param]) == before
+
+
+def test_a_loaded_state_takes_the_place_of_a_later_one() -> None:
+    """torch's load_state_dict brings groups and state by ``__setstate__``, to an optimizer that has gone on."""
+    states = []
+    for is_zc in (True, False):
+        params, optimizer = trained(is_zc=is_zc, updates=1)
+        saved = copy.deepcopy(optimizer.state_dict())
+        for group in optimizer.param_groups:
+            group["lr"] = 0.5
+        for param in params:
+            optimizer.state[param]["momentum_buffer"].fill_(7.0)
+        optimizer.load_state_dict(saved)
+        states.append([optimizer.param_groups[0]["lr"], *(plain(optimizer.state[param]) for param in params)])
+    assert states[0] == states[1]

@@ -114,14 +114,18 @@ def test_a_cut_llama_has_at_most_a_tenth_more_kernels_than_the_whole(dtype: torc
     assert len(without) > most, "the pass changes nothing here: the test shows nothing"
 
 
-def test_the_cuts_of_a_block_add_at_most_a_tenth_to_its_kernels() -> None:
-    """Four layers, whose blocks are compiled apart: two graphs, of which the block's serves all four."""
+def test_the_cuts_of_a_block_add_one_kernel() -> None:
+    """Four layers, whose blocks are compiled apart: two graphs, of which the block's serves all four. 12 kernels become
+    13; with 2.11, whose Inductor makes two of the six of the rotations, 8 become 9."""
     pytest.importorskip("triton")
     (graph, plan), outside = traced(torch.float32, 4, bucket_nbytes=300_000)
     assert len(outside[0].output_node().meta["grad_of"]) < 6 < len(graph.output_node().meta["grad_of"])
     whole = kernels(fx.GraphModule(graph.owning_module, graph))
-    cut = kernels_when_cut(graph, plan, pipeline(in_place=False))
-    assert 10 < len(whole) <= len(cut) <= 1.1 * len(whole), f"cut {len(cut)}, whole {len(whole)}"
+    passes = pipeline(in_place=False)
+    cut = kernels_when_cut(graph, plan, passes)
+    assert 7 < len(whole) <= len(cut) <= len(whole) + 1, f"cut {len(cut)}, whole {len(whole)}"
+    without = kernels_when_cut(graph, plan, tuple(p for p in passes if p is not keep_fusions.PASS))
+    assert len(without) > len(whole) + 1, "the pass changes nothing here: the test shows nothing"
 
 
 # --- on graphs small enough to read ---

@@ -9,14 +9,18 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from watched import Shelf, journal_of
 
 import zc
 from zc.ranks import journal
-from zc.ranks.exchanges import Call, Work, collective, messages
+from zc.ranks.exchanges import Call, Exchanges, Work, collective, messages
+from zc.ranks.group import Group
+from zc.ranks.journal import EXCHANGES, GATHER, TO_OWNERS
 from zc.ranks.neighbours import Links
 
 
@@ -158,3 +162,18 @@ def test_a_message_of_another_size_is_refused() -> None:
     one.send(0, 3, b"four")
     with pytest.raises(RuntimeError, match="sent 4 bytes where 8 were expected"):
         other.receive(0, 3, 8, 15)
+
+
+def test_ranks_that_read_each_others_memory_send_no_messages() -> None:
+    """There is no process group that could carry one."""
+    ranks, calls = Group.__new__(Group), list[str]()
+    Exchanges.__init__(ranks, 0, 2, None)
+    ranks._by_memory = True
+    ranks._neighbours = SimpleNamespace(  # type: ignore[assignment]
+        read_tensors=lambda kind, *_: calls.append(EXCHANGES[kind]) or (), reduce_=lambda *_: calls.append("sum") or ()
+    )
+    rows = [torch.ones(2), torch.ones(2)]
+    ranks.all_gather(torch.ones(4), rows[0], GATHER, 0).wait()
+    ranks.exchange_pieces([(1, rows[1])], [(1, rows[0])], TO_OWNERS, 0).wait()
+    ranks.sum_(rows[0])
+    assert calls == [GATHER, TO_OWNERS, "sum"]
