@@ -357,7 +357,8 @@ def test_what_cant_be_copied_is_not_tried() -> None:
 
 
 def test_a_closure_is_tried_in_float64() -> None:
-    """Its weights were compared with a change that was rounded to fp32: each class of one's own was refused, as one that moves them."""
+    """Its weights were compared with a change rounded to fp32: any class but torch's was refused, as one that moves
+    them before it calls the closure."""
     default = torch.get_default_dtype()
     try:
         torch.set_default_dtype(torch.float64)
