@@ -356,6 +356,17 @@ def test_what_cant_be_copied_is_not_tried() -> None:
     assert next(numbers) == 0
 
 
+def test_a_closure_is_tried_in_float64() -> None:
+    """Its weights were compared with a change rounded to fp32: any class but torch's was refused, as one that moves
+    them before it calls the closure."""
+    default = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.float64)
+        assert calls_of_closure(torch.optim.SGD(matrices(), lr=0.1)) == (1, False)
+    finally:
+        torch.set_default_dtype(default)
+
+
 def _with_an_empty_group(rank: int, world_size: int, stage: int) -> dict[str, Any]:
     twin, model = squares(), squares()
     alone, optimizer = Stacked(groups(twin)), Stacked(groups(model))

@@ -334,7 +334,7 @@ def calls_of_closure(optimizer: Optimizer) -> tuple[int, bool] | None:
         change(REPEATS * STEPS)  # its last step begins where the one before has ended
     except Exception:  # noqa: BLE001  (then it is not known)
         return None
-    return number, number > 0 and not torch.equal(weights[-number] - value, before)
+    return number, number > 0 and not torch.equal((weights[-number] - value).float(), before)
 
 
 SHAPE = (16, 24, 3, 3, 3)  # its first numbers: of as many dimensions
