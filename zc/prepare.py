@@ -5,14 +5,15 @@ hands to its ranks and its engine, which import none of it.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from zc import kernels
+from zc import kernels, torch_private
 from zc.checks import (
     check_encodings,
     check_host,
@@ -31,7 +32,7 @@ from zc.engine import owners, param_checks
 from zc.engine.agreement import Agreement
 from zc.engine.announcements import Announcements
 from zc.engine.core import Features
-from zc.errors import PlanError
+from zc.errors import PlanError, some
 from zc.machine import is_cuda, note_of_connections
 from zc.offload.disk import open_file
 from zc.optim.assignment import Assignment, is_elementwise, note_of, optimizers_in, rule_of, try_out
@@ -116,8 +117,8 @@ def notes_of(request: Request, ranks: Group) -> list[str]:
     """The notes that `zc.explain` lists from the start."""
     plan, device = request.plan, request.device
     notes = [*map(note_of, request.assignment.optimizers)] if ranks.world_size > 1 else []
-    notes += [ranks.shard.note, kernels.note_of(device), param_checks.note_of_shared(request.assignment.params)]
-    notes.append(param_checks.note_of_held(request.model, request.assignment.params))
+    notes += [ranks.shard.note, kernels.note_of(device), _note_of_shared(request.assignment.params)]
+    notes.append(_note_of_held(request.model, request.assignment.params))
     notes.append(_note_of_frozen(request.model, request.config.param_dtype))
     if request.config.shard_frozen and not plan.frozen:
         notes.append(
@@ -142,6 +143,45 @@ def _note_of_frozen(model: nn.Module, param_dtype: torch.dtype | None) -> str | 
         f"param_dtype={param_dtype} is for parameters that train. Frozen ones stay in {dtypes}: {', '.join(names[:3])}"
         f"{', ...' * (len(names) > 3)}. Where both meet in one operation, cast the frozen ones before zc.compile"
     )
+
+
+def _note_of_shared(params: Mapping[str, nn.Parameter]) -> str | None:
+    """The note for parameters that `zc.compile` takes out of memory that other processes may read."""
+    shared = next((name for name, param in params.items() if param_checks.is_shared(param)), None)
+    if shared is None:
+        return None
+    return (
+        f"{shared} lay in memory that processes share (share_memory, or it came through a queue), and is in a bucket "
+        "of this process now: other processes don't see its updates. Copy it into a second model that is shared"
+    )
+
+
+def _note_of_held(model: nn.Module, params: Mapping[str, nn.Parameter]) -> str | None:
+    """The note for parameters whose memory something outside of the model holds, too. `zc.compile` moves parameters out
+    of it, so under DDP it would follow the updates, and here it does not."""
+    own = Counter(torch_private.storage_number(tensor) for tensor in _tensors_of(model) if _has_bytes(tensor))
+    of_model = ((n, p, own[torch_private.storage_number(p)]) for n, p in params.items() if _has_bytes(p))
+    names = [name for name, param, num_own in of_model if torch_private.num_sharing(param) - 1 > num_own]
+    if not names:
+        return None
+    return (
+        f"something outside of the model holds the memory in which {some(names)} lay: p.data, a state_dict() or a flat "
+        "tensor from before zc.compile, or an output with its graph. It keeps the values of then, and what is written "
+        "into it changes no parameter. Make such tensors after zc.compile, or read the parameters themselves"
+    )
+
+
+def _tensors_of(model: nn.Module) -> list[Tensor]:
+    """Parameters, buffers, and what `torch.nn.utils.spectral_norm` has as the weight until the first forward."""
+    every = [*model.parameters(), *model.buffers()]
+    for module in model.modules():
+        names = (name.removesuffix("_orig") for name, _ in module.named_parameters(recurse=False))
+        every += (tensor for tensor in map(vars(module).get, names) if isinstance(tensor, Tensor))
+    return every
+
+
+def _has_bytes(tensor: Tensor) -> bool:
+    return not tensor.is_meta and tensor.layout == torch.strided and type(tensor.data) is Tensor and tensor.numel() > 0
 
 
 def plan_of(

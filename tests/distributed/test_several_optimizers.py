@@ -202,7 +202,7 @@ def _memory(rank: int, world_size: int) -> tuple[int, int, int]:
     for optimizer in (first, second):
         optimizer.zero_grad()
         nbytes.append(sum(a.nbytes for a in buffers.acc))
-    assert not buffers.ring.exists
+    assert not buffers.has_ring
     return nbytes[0], nbytes[1], nbytes[2]
 
 

@@ -19,7 +19,7 @@ from torch import nn
 import zc
 from zc import registry
 from zc.engine.buffers import Accumulators
-from zc.ranks.control import ProcessGroups
+from zc.ranks.process import ProcessGroups
 
 
 def assert_freed(params: list[weakref.ref[Any]]) -> None:

@@ -32,7 +32,7 @@ def _tensors(b: Buffers, buffer: Buffer) -> list[Tensor]:
     the last update has left with the weights."""
     index, weights = buffer.index, [*b.flat_param, *b.published]
     lists = {
-        "flat_grad": b.ring.flat_grad, "scratch": b.ring.scratch, "host_sum": b.ring.host_sum, "acc": b.acc,
+        "flat_grad": b.flat_grad, "scratch": b.scratch, "host_sum": b.host_sum, "acc": b.acc,
         "host": b.host, "master": b.master_shard, "update": b._update, "staging": b._staging, "param": b._param,
     }  # fmt: skip
     match buffer.kind:
@@ -108,7 +108,7 @@ class Watched:
 
     @staticmethod
     def _name(buffers: Buffers, key: int) -> str:
-        for name, tensors in (vars(buffers) | vars(buffers.ring)).items():
+        for name, tensors in vars(buffers).items():
             if isinstance(tensors, list) and any(isinstance(t, Tensor) and _key(t) == key for t in tensors):
                 return name
         return "another tensor"

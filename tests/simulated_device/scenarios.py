@@ -327,11 +327,10 @@ def _name_buffers(model: nn.Module) -> None:
     import zc
 
     buffers = zc.registry.sharded(model).runtime.buffers
-    for part in (buffers, buffers.ring):
-        for name, tensors in vars(part).items():
-            for k, tensor in enumerate(tensors if isinstance(tensors, list) else ()):
-                if isinstance(tensor, Tensor) and tensor.numel():
-                    simulated.install().set_name(tensor, f"{name}[{k}]")
+    for name, tensors in vars(buffers).items():
+        for k, tensor in enumerate(tensors if isinstance(tensors, list) else ()):
+            if isinstance(tensor, Tensor) and tensor.numel():
+                simulated.install().set_name(tensor, f"{name}[{k}]")
 
 
 def train(rank: int, world_size: int, scenario: Scenario) -> Seen:

@@ -59,7 +59,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor
 
-from zc.planning.allocations import Allocation, Lifetime, has_own_master, in_order, nbytes_of, of_bucket, shared
+from zc.planning.allocations import Lifetime, has_own_master, in_order, nbytes_of, of_bucket, shared
 from zc.planning.layout import Slot
 from zc.planning.plan import FIRST_FROZEN, Bucket, Plan
 from zc.ranks.routes import Routes, part_of
@@ -90,48 +90,58 @@ class Buffers:
     """
 
     def __init__(self, plan: Plan, rank: int, memory: HostMemory | None = None) -> None:
-        self.plan, self.rank, self._memory = plan, rank, memory
-        self.ring = Ring(plan)
-        # All lists of tensors. A list stays the same object while its tensors come and go.
-        self.all_tensors: Final[list[list[Tensor]]] = [*self.ring.tensors]
-        self.flat_param: Final = self._new_list()
-        self.weight: Final = self._new_list()
-        self.frozen: Final = self._new_list()
-        self.arena: Final = self._new_list()  # the issuing thread makes and drops it, when no stream uses it
-        self.whole: Final = self._new_list()  # [P], while a sharded bucket is gathered into memory of its own
-        self.encoded: Final = self._new_list()  # [P] each, of whole buckets that came encoded (`WholeParams`)
-        self.master_shard: Final = self._new_list()
-        self.acc: Final = self._new_list()
+        self.rank, self._memory = rank, memory
+        self._set_plan(plan)
+        # All tensors by kind. A list stays the same object while its tensors come and go.
+        self._of_kind: dict[str, list[Tensor]] = {}
+        # the ring, as bytes
+        self.has_ring = False
+        self.flat_grad: Final = self._new_list("flat_grad")
+        self.scratch: Final = self._new_list("scratch")
+        self.host_sum: Final = self._new_list("host_sum")
+        self.flat_param: Final = self._new_list("flat_param")
+        self.weight: Final = self._new_list("weight")
+        self.frozen: Final = self._new_list("frozen")
+        self.arena: Final = self._new_list("arena")  # the issuing thread makes and drops it, when no stream uses it
+        self.whole: Final = self._new_list("whole")  # [P], while a sharded bucket is gathered into memory of its own
+        self.encoded: Final = self._new_list("encoded")  # [P] each, of whole buckets that came encoded (`WholeParams`)
+        self.master_shard: Final = self._new_list("master")
+        self.acc: Final = self._new_list("acc")
         self._numel_acc: list[int] = []  # by bucket
-        self.spill: Final = self._new_list()  # stage 1: reduced gradients [S] that were moved aside
-        self.host: Final = self._new_list()
-        self._staging: Final = self._new_list()
-        self._param: Final = self._new_list()
-        self._update: Final = self._new_list()
-        self.published: Final = self._new_list()
-        self.tables: Final = self._new_list()  # where blocks of encoded rows lie, as kernels read it
-        self.num_skipped: Final = self._new_list()  # [1], at most: the steps that a GradScaler has left out
+        self.spill: Final = self._new_list("spill")  # stage 1: reduced gradients [S] that were moved aside
+        self.host: Final = self._new_list("host")
+        self._staging: Final = self._new_list("staging")
+        self._param: Final = self._new_list("param")
+        self._update: Final = self._new_list("update")
+        self.published: Final = self._new_list("published")
+        self.tables: Final = self._new_list("tables")  # where blocks of encoded rows lie, as kernels read it
+        self.num_skipped: Final = self._new_list("num_skipped")  # [1], at most: the steps that a GradScaler left out
+        self.all_tensors: Final = list(self._of_kind.values())
         # cached views of a bucket's gradient; `free` drops them, since a view keeps the memory alive
         self.cuts: dict[int, list[dict[str, Tensor]]] = {}
 
-    def _new_list(self) -> list[Tensor]:
-        self.all_tensors.append([])
-        return self.all_tensors[-1]
+    def _set_plan(self, plan: Plan) -> None:
+        self.plan, self._rooms = plan, shared(plan, self.rank)
+
+    def _new_list(self, kind: str) -> list[Tensor]:
+        return self._of_kind.setdefault(kind, [])
 
     def add(self, bucket: Bucket) -> None:
         """Allocates the tensors of the plan's next bucket that live as long as the plan."""
         allocations = of_bucket(self.plan, bucket)
         lasting = [each for each in allocations if each.lifetime is Lifetime.PLAN]
-        made = {each.kind: self._zeros(each, bucket) for each in lasting}
+        made = {
+            each.kind: self._zeros(each.numel(bucket, self.rank), each.dtype, bucket.device, on_host=each.on_host)
+            for each in lasting
+        }
         if bucket.is_frozen:
             assert bucket.index == FIRST_FROZEN + len(self.frozen)
             self.frozen.append(made["frozen"])
             return
         assert bucket.index == len(self.flat_param)
         self.flat_param.append(made.get("flat_param", empty(0, bucket.param_dtype, bucket.device)))
-        lists = {"weight": self.weight, "host": self.host, "published": self.published}
-        for kind in lists.keys() & made.keys():
-            lists[kind].append(made[kind])
+        for kind in made.keys() & {"weight", "host", "published"}:
+            self._of_kind[kind].append(made[kind])
         parameters = made["weight"] if "weight" in made else self.owned(made["flat_param"], bucket)
         self.master_shard.append(made.get("master_shard", parameters))
         for acc in (each for each in allocations if each.kind == "acc"):
@@ -140,12 +150,25 @@ class Buffers:
         if not self.plan.placement.shards_gradients:
             self.spill.append(empty(0, bucket.acc_dtype, bucket.device))
 
-    def _zeros(self, allocation: Allocation, bucket: Bucket) -> Tensor:
-        numel, dtype = allocation.numel(bucket, self.rank), allocation.dtype
-        if allocation.on_host:
+    def add_staging(self) -> None:
+        """Allocates the buffers for weights on their way: encoded differences, and with offload the copies between the
+        device and host memory."""
+        self._make_rooms(Lifetime.PLAN)
+
+    def _make_rooms(self, lifetime: Lifetime) -> None:
+        """Allocates the buffers through which all buckets pass, as bytes. Those between device and host memory begin as
+        zeros; the values of others are undefined."""
+        device = self.plan.buckets[0].device
+        for room in self._rooms:
+            if room.lifetime is lifetime:
+                make = partial(self._zeros, on_host=room.on_host) if room.kind in ("staging", "param") else empty
+                self._of_kind[room.kind][:] = [make(room.nbytes, torch.uint8, device) for _ in range(room.num)]
+
+    def _zeros(self, numel: int, dtype: torch.dtype, device: torch.device, *, on_host: bool) -> Tensor:
+        if on_host:
             assert self._memory is not None, "only with offload a plan has something there"
             return self._memory.zeros(numel, dtype)
-        return torch.zeros(numel, dtype=dtype, device=bucket.device)
+        return torch.zeros(numel, dtype=dtype, device=device)
 
     def weight_shard(self, index: int) -> Tensor:
         """[S]: this rank's shard of the weights of a sharded bucket, frozen or not."""
@@ -184,8 +207,9 @@ class Buffers:
     def allocate(self, bucket: Bucket) -> None:
         """Allocates the accumulator of ``bucket`` and the ring if they do not exist; their values are undefined. The
         main stream calls this before it writes a gradient, so before any other stream uses them."""
-        if not self.ring.exists:
-            self.ring.allocate()
+        if not self.has_ring:
+            self._make_rooms(Lifetime.GRADIENTS)
+            self.has_ring = True
         if self.acc and not self.acc[bucket.index].numel():
             self.acc[bucket.index] = empty(self._numel_acc[bucket.index], bucket.acc_dtype, bucket.device)
             self.cuts.pop(bucket.index, None)
@@ -204,17 +228,21 @@ class Buffers:
             if self.acc:
                 self.acc[bucket.index] = empty(0, bucket.acc_dtype, bucket.device)
         if not any(acc.numel() for acc in self.acc):
-            self.ring.free()
+            self._free_ring()
+
+    def _free_ring(self) -> None:
+        for tensors in (self.flat_grad, self.scratch, self.host_sum):
+            tensors.clear()
+        self.has_ring = False
 
     def gradients(self, buckets: Sequence[Bucket]) -> list[Tensor]:
         """All tensors that `free` frees for these buckets, and perhaps more."""
         accs = [self.acc[bucket.index] for bucket in buckets] if self.acc else []
-        return [*accs, *itertools.chain(*self.ring.tensors)]
+        return [*accs, *self.flat_grad, *self.scratch, *self.host_sum]
 
     def close(self) -> None:
         """Frees all tensors. The caller has waited for all copies, and has given the parameters memory of their own."""
         self.cuts.clear()
-        self.ring.free()
         for tensors in self.all_tensors:
             tensors.clear()
         if self._memory is not None:
@@ -226,8 +254,8 @@ class Buffers:
         others. Drops frozen buckets that ``plan`` lacks. Nothing may use the ring meanwhile. Not with offload."""
         for index in {bucket.index for bucket in self.plan.frozen} - {bucket.index for bucket in plan.frozen}:
             self.frozen[index - FIRST_FROZEN] = self.frozen[index - FIRST_FROZEN].new_empty(0)
-        self.plan = plan
-        self.ring.grow(plan)  # the next one has room for the largest bucket of all
+        self._set_plan(plan)
+        self._free_ring()  # the next one has room for the largest bucket of all
 
     @property
     def note(self) -> str | None:
@@ -238,20 +266,6 @@ class Buffers:
         """Remembers this rank's shard of flat_param after an update: a later difference is a write of the caller."""
         if bucket.sends_differences:
             self.published[bucket.index].copy_(self.owned(self.flat_param[bucket.index], bucket))
-
-    def add_staging(self) -> None:
-        """Allocates the buffers for weights on their way: encoded differences, and with offload the copies between the
-        device and host memory."""
-        device, memory = self.plan.buckets[0].device, self._memory
-        for room in shared(self.plan, self.rank):
-            if room.kind == "update":
-                self._update[:] = [empty(room.nbytes, torch.uint8, device)]
-            elif room.kind == "staging":
-                zeros = partial(torch.zeros, room.nbytes, dtype=torch.uint8, device=device)
-                self._staging[:] = [zeros() for _ in range(room.num)]
-            elif room.kind == "param":
-                assert memory is not None, "only with offload a plan has something there"
-                self._param[:] = [memory.zeros(room.nbytes, torch.uint8) for _ in range(room.num)]
 
     def shard(self, tensor: Tensor, bucket: Bucket) -> Tensor:
         """[S]: this rank's shard of an accumulator, which has [P] or [S] elements."""
@@ -283,7 +297,11 @@ class Buffers:
 
     def acc_copies(self, bucket: Bucket) -> list[Tensor]:
         """[S] each: all copies of the reduced gradient. Code that changes the gradient in place must change each."""
-        return [self.shard(tensors[bucket.index], bucket) for tensors in (self.host, self.acc) if tensors]
+        return [self.shard(acc, bucket) for acc in self.accs_of(bucket.index)]
+
+    def accs_of(self, bucket: int) -> list[Tensor]:
+        """The accumulators of a bucket, [S] or [P], in host memory and on the device."""
+        return [tensors[bucket] for tensors in (self.host, self.acc) if tensors]
 
     def named(self, name: str, bucket: Bucket) -> Tensor:
         """The tensor of a buffer of the schedule: ``flat_grad[i]`` [P] and ``acc[b]``.
@@ -291,24 +309,20 @@ class Buffers:
         With offload also ``staging[i]`` and ``host[b]`` [S] or [P], and, for the elements that this rank updates,
         ``master[b]``, ``param[i]`` and its part of ``flat_param[b]``.
         """
-        match Buffer.named(name):
-            case Buffer("acc", index):
-                return self.acc[index]
-            case Buffer("weight", index):
-                return self.weight_shard(index)
-            case Buffer("host", index):
-                return self.host[index]
-            case Buffer("master", index):
-                return self.master_shard[index]
-            case Buffer("flat_param", index):
-                return self.owned(self.flat_param[index], bucket)
-            case Buffer("staging", index):
-                return part_of(self._staging[index], self.plan.numel_on_host(bucket), bucket.acc_dtype)
-            case Buffer("param", index):
-                return part_of(self._param[index], self.numel_owned(bucket), bucket.param_dtype)
-            case Buffer("flat_grad", index):
-                return part_of(self.ring.flat_grad[index], bucket.numel, bucket.grad_dtype)
-        raise AssertionError(f"{name} has no tensor of its own")
+        buffer = Buffer.named(name)
+        if buffer.kind == "weight":
+            return self.weight_shard(buffer.index)
+        tensor = self._of_kind[buffer.kind][buffer.index]
+        match buffer.kind:
+            case "flat_param":
+                return self.owned(tensor, bucket)
+            case "staging":
+                return part_of(tensor, self.plan.numel_on_host(bucket), bucket.acc_dtype)
+            case "param":
+                return part_of(tensor, self.numel_owned(bucket), bucket.param_dtype)
+            case "flat_grad":
+                return part_of(tensor, bucket.numel, bucket.grad_dtype)
+        return tensor
 
     def staged_run(self, name: str, bucket: Bucket) -> Tensor:
         """``staging[i]`` as room for the whole parameters that this rank has updated (stage 3)."""
@@ -316,20 +330,8 @@ class Buffers:
 
     def raw(self, name: str) -> Tensor:
         """The bytes of a buffer."""
-        match Buffer.named(name):
-            case Buffer("scratch", index):
-                return self.ring.scratch[index]
-            case Buffer("update", index):
-                return self._update[index]
-            case Buffer("flat_grad", index):
-                return self.ring.flat_grad[index]
-            case Buffer("host_sum", index):
-                return self.ring.host_sum[index]
-            case Buffer("staging", index):
-                return self._staging[index]
-            case Buffer("acc", index):
-                return self.acc[index].view(torch.uint8)
-        raise AssertionError(f"{name} has no bytes of its own")
+        buffer = Buffer.named(name)
+        return self._of_kind[buffer.kind][buffer.index].view(torch.uint8)
 
     def inner_sum(self, name: str, bucket: Bucket, hop: int) -> Tensor:
         """Where a hop of a reduction that is not the last one leaves its sum: at the start of this buffer."""
@@ -340,51 +342,15 @@ class Buffers:
         measured; `zc.planning.allocations` says the rest."""
         both = zip(self.master_shard, self.plan.buckets, strict=True)
         own = (master for master, bucket in both if has_own_master(self.plan, bucket))
-        lasting = {
-            "flat_param": self.flat_param, "weight": self.weight, "frozen": self.frozen, "master_shard": list(own),
-            "published": self.published, "host": self.host, "update": self._update, "staging": self._staging,
-            "param": self._param, "spill": [tensor for tensor in self.spill if tensor.numel()],
-        }  # fmt: skip
+        kinds = ("flat_param", "weight", "frozen", "published", "host", "update", "staging", "param")
+        lasting = {kind: self._of_kind[kind] for kind in kinds}
+        lasting |= {"master_shard": list(own), "spill": [tensor for tensor in self.spill if tensor.numel()]}
         measured = {kind: _nbytes(tensors) for kind, tensors in lasting.items() if tensors}
         return in_order(nbytes_of(self.plan, self.rank) | measured)
 
 
 def _nbytes(tensors: list[Tensor]) -> int:
     return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
-
-
-class Ring:
-    """flat_grad, scratch and host_sum of one rank, as bytes. A list stays the same object while its tensors come and
-    go."""
-
-    def __init__(self, plan: Plan) -> None:
-        self._set_plan(plan)
-        self.flat_grad: Final[list[Tensor]] = []
-        self.scratch: Final[list[Tensor]] = []
-        self.host_sum: Final[list[Tensor]] = []
-        self.tensors: Final = self.flat_grad, self.scratch, self.host_sum
-        self.exists = False
-
-    def _set_plan(self, plan: Plan) -> None:
-        self.plan, self._rooms = plan, [room for room in shared(plan, None) if room.lifetime is Lifetime.GRADIENTS]
-
-    def allocate(self) -> None:
-        """Allocates them; their values are undefined."""
-        tensors = {"flat_grad": self.flat_grad, "scratch": self.scratch, "host_sum": self.host_sum}
-        device = self.plan.buckets[0].device
-        for room in self._rooms:
-            tensors[room.kind][:] = [empty(room.nbytes, torch.uint8, device) for _ in range(room.num)]
-        self.exists = True
-
-    def free(self) -> None:
-        for tensors in self.tensors:
-            tensors.clear()
-        self.exists = False
-
-    def grow(self, plan: Plan) -> None:
-        """Replaces the plan. Nothing may use the buffers meanwhile."""
-        self._set_plan(plan)
-        self.free()
 
 
 def empty(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -482,9 +448,8 @@ class Accumulators:
                 self.state[bucket.index] = Acc.EMPTY
                 self.touched[bucket.index] = [False] * len(bucket.slots)
             elif self.state[bucket.index] is not Acc.EMPTY:
-                for tensors in (self.buffers.host, self.buffers.acc):
-                    if tensors:
-                        tensors[bucket.index].zero_()
+                for acc in self.buffers.accs_of(bucket.index):
+                    acc.zero_()
             self.spilled.discard(bucket.index)
             self.edited = {where for where in self.edited if where[0] != bucket.index}
             for where in [where for where in self.assigned if where[0] == bucket.index]:
@@ -502,8 +467,8 @@ class Accumulators:
         self.edited.discard((bucket, slot))
         self.touched[bucket][slot] = self.touched[bucket][slot] and not set_to_none
         inside, _ = record.layout.shard_part(record.slots[slot], rank)
-        accs = [tensors[bucket] for tensors in (self.buffers.host, self.buffers.acc) if tensors]
-        for tensor in (*accs, *([self.buffers.spill[bucket]] if bucket in self.spilled else ())):
+        spilled = [self.buffers.spill[bucket]] if bucket in self.spilled else []
+        for tensor in self.buffers.accs_of(bucket) + spilled:
             if tensor.numel() == record.numel:
                 tensor[record.slots[slot].offset : record.slots[slot].stop] = 0
             else:
@@ -517,9 +482,8 @@ class Accumulators:
             record = self.plan.buckets[bucket]
             if self.state[bucket] is Acc.EMPTY:
                 self.buffers.allocate(record)
-                for tensors in (self.buffers.host, self.buffers.acc):
-                    if tensors:
-                        tensors[bucket].zero_()
+                for acc in self.buffers.accs_of(bucket):
+                    acc.zero_()
                 self.state[bucket], self.landed[bucket] = Acc.REDUCED, True
             inside, _ = record.layout.shard_part(record.slots[slot], self.sharers.rank)
             for shard in self.buffers.acc_copies(record):

@@ -5,17 +5,15 @@ does only what is allowed to ``param.grad`` and to the hooks on parameters.
 from __future__ import annotations
 
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from operator import is_
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from zc import torch_private
-from zc.errors import UncoveredGradientError, ZcError, some
+from zc.errors import UncoveredGradientError, ZcError
 from zc.planning.plan import Plan
 
 Places = Sequence[tuple[dict[str, Any], str, nn.Parameter]]  # of parameters: a module's dict, the key in it, its value
@@ -130,45 +128,6 @@ class Unset:
 def is_shared(tensor: Tensor) -> bool:
     """Whether other processes may have this memory too (share_memory, a tensor that came through a queue)."""
     return tensor.device.type == "cpu" and bool(tensor.is_shared())  # type: ignore[no-untyped-call, unused-ignore]
-
-
-def note_of_shared(params: Mapping[str, nn.Parameter]) -> str | None:
-    """The note for parameters that `zc.compile` takes out of memory that other processes may read."""
-    shared = next((name for name, param in params.items() if is_shared(param)), None)
-    if shared is None:
-        return None
-    return (
-        f"{shared} lay in memory that processes share (share_memory, or it came through a queue), and is in a bucket "
-        "of this process now: other processes don't see its updates. Copy it into a second model that is shared"
-    )
-
-
-def note_of_held(model: nn.Module, params: Mapping[str, nn.Parameter]) -> str | None:
-    """The note for parameters whose memory something outside of the model holds, too. `zc.compile` moves parameters out
-    of it, so under DDP it would follow the updates, and here it does not."""
-    own = Counter(torch_private.storage_number(tensor) for tensor in _tensors_of(model) if _has_bytes(tensor))
-    of_model = ((n, p, own[torch_private.storage_number(p)]) for n, p in params.items() if _has_bytes(p))
-    names = [name for name, param, num_own in of_model if torch_private.num_sharing(param) - 1 > num_own]
-    if not names:
-        return None
-    return (
-        f"something outside of the model holds the memory in which {some(names)} lay: p.data, a state_dict() or a flat "
-        "tensor from before zc.compile, or an output with its graph. It keeps the values of then, and what is written "
-        "into it changes no parameter. Make such tensors after zc.compile, or read the parameters themselves"
-    )
-
-
-def _tensors_of(model: nn.Module) -> list[Tensor]:
-    """Parameters, buffers, and what `torch.nn.utils.spectral_norm` has as the weight until the first forward."""
-    every = [*model.parameters(), *model.buffers()]
-    for module in model.modules():
-        names = (name.removesuffix("_orig") for name, _ in module.named_parameters(recurse=False))
-        every += (tensor for tensor in map(vars(module).get, names) if isinstance(tensor, Tensor))
-    return every
-
-
-def _has_bytes(tensor: Tensor) -> bool:
-    return not tensor.is_meta and tensor.layout == torch.strided and type(tensor.data) is Tensor and tensor.numel() > 0
 
 
 def refuse_accumulate_hooks(params: Mapping[str, nn.Parameter], name_now: Callable[[str], str]) -> None:

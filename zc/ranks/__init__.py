@@ -1,7 +1,7 @@
 """How the ranks of one model exchange bytes, and what happens if they disagree or die.
 
     Group               the ranks of one model, and their exchanges (group, control, exchanges)
-      ProcessGroups     zc's own process groups                     (control)
+      ProcessGroups     zc's own process groups                     (process)
       Routes            the ways in which buckets travel            (routes)
       Neighbours        ranks of one host read each other's memory  (neighbours)
       Journal           the exchanges that this rank has started    (journal)

@@ -1,20 +1,10 @@
-"""The ranks that share one model, their process groups, and their small exchanges in host memory: objects, numbers,
-checks of equality.
-
-zc's own process groups have unique names, and are closed only when all ranks agree. A group has about four descriptors
-and three threads. Python's collector drops a model at a different moment on each rank, and closing a group on one rank
-alone does harm. ``new_group(use_local_synchronization=True)`` names a group by the number of existing groups, so ranks
-would wait for each other under two names. gloo's destructor also waits for started collectives. So the groups of
-dropped models are set aside. The next `zc.compile` or `zc.close` of the same ranks closes them, the same ones on every
-rank.
-"""
+"""The ranks that share one model, and their small exchanges in host memory: objects, numbers, checks of equality."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
 import os
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
@@ -28,9 +18,9 @@ from zc import torch_private
 from zc.errors import PlanError, RankMismatchError, ZcError
 from zc.machine import accelerator_type
 from zc.planning.plan import Plan, Topology, flat
-from zc.ranks import process
 from zc.ranks.exchanges import Call, Exchanges, Work, collective, messages
 from zc.ranks.journal import Journal
+from zc.ranks.process import ProcessGroups
 
 if TYPE_CHECKING:
     from zc.ranks.neighbours import Neighbours
@@ -377,118 +367,3 @@ class Control(Exchanges):
 
 def _digest(lines: Sequence[str]) -> int:
     return int.from_bytes(hashlib.sha256("\n".join(lines).encode()).digest()[:7], "big")
-
-
-class _Open(NamedTuple):
-    """An open group, with collectives that may still run and memory that other ranks may still read."""
-
-    group: dist.ProcessGroup
-    works: list[dist.Work]
-    tensors: list[Tensor]
-
-
-class _Ranks:
-    """The groups of one set of ranks under one default group."""
-
-    def __init__(self) -> None:
-        self.count = 0  # equal on all of these ranks, which make their groups in one order
-        self.num_models = 0
-        self.num_of_earlier = 0  # groups of models from before this default group, equal on all, too
-        self.dropped: dict[int, _Open] = {}  # by number: of models that this rank has dropped
-
-
-_WORLDS: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], _Ranks]] = weakref.WeakKeyDictionary()
-
-
-class ProcessGroups:
-    """The groups of one model. ``ranks``: their members, in the order of their ranks in the group."""
-
-    def __init__(self, ranks: Sequence[int], backend: str) -> None:
-        process.close_abandoned()
-        world = dist.group.WORLD
-        assert world is not None, "a process group is initialised"
-        self._ranks, self._backend, self._world = tuple(ranks), backend, weakref.ref(world)
-        # torch's caches may keep a destroyed default group alive: those of DTensor hold meshes. The groups of dropped
-        # models under it would keep their threads.
-        for other in [other for other in _WORLDS if other is not world]:
-            del _WORLDS[other]
-        self._of_ranks = _WORLDS.setdefault(world, {}).setdefault(self._ranks, _Ranks())
-        self._open: dict[int, _Open] = {}  # by number
-        # the collector may run in any thread at any time, so this takes no lock and closes nothing
-        weakref.finalize(self, self._of_ranks.dropped.update, self._open).atexit = False
-
-    @property
-    def is_open(self) -> bool:
-        """Whether the groups can be used: False after ranks are lost, or the program has destroyed all groups."""
-        return bool(self._open) and dist.is_initialized() and dist.group.WORLD is self._world()
-
-    def new(
-        self,
-        backend: str | None = None,
-        timeout: timedelta | None = None,
-        *,
-        like: dist.ProcessGroup | None = None,
-        device: torch.device | None = None,
-        members: Sequence[int] | None = None,
-    ) -> dist.ProcessGroup:
-        """Makes another group; every rank calls it.
-
-        Args:
-            backend: None means that of host memory.
-            timeout: None means the backend's own.
-            like, device: see `torch_private.new_group`.
-            members: all ranks are divided into groups of these. This rank's one, by their numbers among all; None: all.
-        """
-        self._of_ranks.count += 1
-        number, ranks = str(self._of_ranks.count), self._ranks
-        if (world := dist.group.WORLD) is not None and world is not self._world():
-            # made since: its own models count from 1, and the names of its groups are one set
-            now = _WORLDS.setdefault(world, {}).setdefault(ranks, _Ranks())
-            now.num_of_earlier += 1
-            number = f"earlier/{now.num_of_earlier}"
-        name = f"zc/{'_'.join(map(str, ranks))}/{number}"
-        if members is not None:
-            name, ranks = f"{name}/{'_'.join(map(str, members))}", tuple(self._ranks[k] for k in members)
-        group = torch_private.new_group(
-            ranks, backend or self._backend, name, timeout, high_priority=True, like=like, device=device
-        )
-        process.add_group(group)
-        self._open[self._of_ranks.count] = _Open(group, [], [])
-        return group
-
-    def number_of_model(self) -> int:
-        """Numbers the models that these ranks compile. Every rank calls it once per model."""
-        self._of_ranks.num_models += 1
-        return self._of_ranks.num_models
-
-    def record_collective(self, group: dist.ProcessGroup | None, work: dist.Work) -> None:
-        """Records a collective of ``group`` that possibly nobody waits for."""
-        for opened in self._open.values():
-            if opened.group is group:
-                opened.works[:] = [*(w for w in opened.works if not w.is_completed()), work]
-
-    def keep_alive(self, tensor: Tensor) -> None:
-        """Keeps memory that other ranks read: after this rank has dropped the model, until all have."""
-        for opened in self._open.values():
-            opened.tensors.append(tensor)
-            return
-
-    def abandon(self) -> None:
-        """Keeps all groups open until the next `zc.compile`, because ranks are out of step or gone."""
-        process.abandon(opened.group for opened in self._open.values())
-        self._open.clear()
-
-    def close_dropped(self, gather: Callable[[Tensor], Tensor], *, and_own: bool = False) -> None:
-        """Closes the groups whose models all ranks have dropped; with ``and_own`` also the groups of this model.
-        ``gather`` collects a row [n] of every rank as [W, n]."""
-        unused = {**self._of_ranks.dropped, **(self._open if and_own else {})}
-        is_used = torch.ones(self._of_ranks.count, dtype=torch.uint8, device="cpu")
-        for number, dropped in unused.items():
-            is_used[number - 1] = not all(work.is_completed() for work in dropped.works)
-        if len(is_used) > 1:  # otherwise the only group is the one that would carry this exchange
-            is_used = gather(is_used).amax(0)
-        for number in ((is_used == 0).nonzero().flatten() + 1).tolist():
-            for groups in (self._of_ranks.dropped, self._open):
-                if number in groups:
-                    with contextlib.suppress(ValueError):  # the program has destroyed all groups meanwhile
-                        dist.destroy_process_group(groups.pop(number).group)
