@@ -464,7 +464,7 @@ class ShardedOptimizer:
 
     def _digests(self) -> list[int]:
         """Of each group, two numbers whose largest over the ranks add up to 0 if all have the same `_own_options`."""
-        digests = [zlib.crc32(repr(_without_tensors(self._own_options(group))).encode()) for group in self._groups]
+        digests = [zlib.crc32(_text_of(self._own_options(group)).encode()) for group in self._groups]
         return [number for digest in digests for number in (digest, -digest)]
 
     def _share_options(self, numbers: Sequence[int], changed: Sequence[int]) -> None:
@@ -484,7 +484,7 @@ class ShardedOptimizer:
         for n, k in enumerate(differing):
             most, options = max((each[n] for each in of_ranks), key=lambda row: row[0])  # the first of several
             others = [row[1] for row in (each[n] for each in of_ranks) if row[0] == most > 0]
-            for key in (key for key in options if any(_differ(options[key], other.get(key)) for other in others)):
+            for key in (key for key in options if len({_text_of(own.get(key)) for own in others}) > 1):
                 self.runtime.say_once(
                     f"{name} sets {key!r} of parameter group {k} to something else on each rank, from the parameters "
                     "that it updates: all ranks take that of the first one"
@@ -931,17 +931,13 @@ def _is_plain(value: Any) -> bool:
     return value is None or type(value) in (bool, int, float, str)
 
 
-def _without_tensors(value: Any) -> Any:
-    """A plain value as one whose ``repr`` says all of it."""
+def _text_of(value: Any) -> str:
+    """Says all of a plain value."""
     if isinstance(value, dict):
-        return {key: _without_tensors(item) for key, item in value.items()}
+        return repr({key: _text_of(item) for key, item in value.items()})
     if isinstance(value, (list, tuple)):
-        return [*map(_without_tensors, value)]
-    return value.tolist() if isinstance(value, Tensor) else value
-
-
-def _differ(one: Any, other: Any) -> bool:
-    return repr(_without_tensors(one)) != repr(_without_tensors(other))
+        return repr([*map(_text_of, value)])
+    return repr(value.tolist() if isinstance(value, Tensor) else value)
 
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
