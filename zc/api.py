@@ -278,7 +278,7 @@ def _install(model: nn.Module, compiled: ShardedModel, call: Callable[..., Any] 
     runtime.install_hooks(runtime.plan.buckets)
     for optimizer in compiled.optimizers:
         replace_methods(model, optimizer)
-    plain_state.install_marks(compiled)
+        plain_state.install_marks(compiled, optimizer)
     runtime.weights.install_hooks(model)
     torch_private.call_instead(model, call)
     _compile_blocks(model, runtime)

@@ -613,5 +613,9 @@ def test_collectives_of_one_rank() -> None:
     assert torch.equal(out, x + 1)
     zc.one_rank.reduce_scatter(out, [x + 2])
     assert torch.equal(out, x + 2)
+    zc.one_rank.all_gather(tensor_list=[out], tensor=x + 3)  # by torch's names
+    assert torch.equal(out, x + 3)
+    zc.one_rank.all_gather_into_tensor(output_tensor=out, input_tensor=x + 4)
+    assert torch.equal(out, x + 4)
     with pytest.raises(AttributeError, match="one_rank has no all_gather_object"):
         zc.one_rank.all_gather_object([None], 1)

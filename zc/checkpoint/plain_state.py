@@ -215,13 +215,8 @@ def _bare(name: str, wanted: Collection[str]) -> str:
     return name
 
 
-def install_marks(sharded_model: ShardedModel) -> None:
-    """Registers hooks on the caller's optimizers."""
-    for one in sharded_model.optimizers:
-        _install(sharded_model, one)
-
-
-def _install(sharded_model: ShardedModel, one: ShardedOptimizer) -> None:
+def install_marks(sharded_model: ShardedModel, one: ShardedOptimizer) -> None:
+    """Registers hooks on one of the caller's optimizers."""
 
     def mark(optimizer: Optimizer, state: dict[str, Any]) -> None:
         runtime = sharded_model.runtime

@@ -188,10 +188,10 @@ def elementwise(cls: Class | None = None, *, block: int = 1) -> Class | Callable
         if not isinstance(declared, type) or not issubclass(declared, Optimizer):
             raise TypeError(f"zc.elementwise takes a class of optimizers (a torch.optim.Optimizer), got {declared!r}")
         traits = _traits_of(declared)
-        if traits is not None and not traits.is_elementwise:
-            raise TypeError(f"torch.optim.{declared.__name__} is not elementwise, so zc.elementwise does not take it")
-        if traits is None:
+        if traits is _UNKNOWN:
             DECLARED[declared] = block
+        elif not traits.is_elementwise:
+            raise TypeError(f"torch.optim.{declared.__name__} is not elementwise, so zc.elementwise does not take it")
         return declared
 
     return declare if cls is None else declare(cls)
@@ -203,10 +203,7 @@ def rule_of(optimizer: Optimizer) -> Rule:
     of_name = TRAITS.get(cls.__name__)  # whoever's it is
     if of_name is not None and of_name.refusal is not None:
         raise PlanError(f"optimizer {cls.__name__} can't work on shards: {of_name.refusal}")
-    if cls in DECLARED:
-        return Rule(block=DECLARED[cls])
-    traits = _traits_of(cls)
-    return Rule(whole=True) if traits is None else traits.rule
+    return Rule(block=DECLARED[cls]) if cls in DECLARED else _traits_of(cls).rule
 
 
 def try_out(optimizer: Optimizer, world_size: int, device: torch.device) -> None:
@@ -238,25 +235,23 @@ def note_of(optimizer: Optimizer) -> str | None:
 def is_known(optimizer: Optimizer) -> bool:
     """Whether the class is torch's own."""
     traits = _traits_of(type(optimizer))
-    return traits is not None and traits.refusal is None
+    return traits is not _UNKNOWN and traits.refusal is None
 
 
 def is_elementwise(optimizer: Optimizer) -> bool:
     """Whether the class is one of torch's elementwise ones, so that buckets may be updated at different times."""
-    traits = _traits_of(type(optimizer))
-    return traits is not None and traits.is_elementwise
+    return _traits_of(type(optimizer)).is_elementwise
 
 
 def shape_of_state(optimizer: Optimizer, key: str, shape: tuple[int, ...]) -> tuple[int, ...] | None:
     """The shape of the tensor ``key`` in the state of a parameter of this ``shape``. None: the class is not torch's, or
     keeps no tensor of this name."""
-    traits = _traits_of(type(optimizer))
-    return None if traits is None else traits.shape_of(key, shape)
+    return _traits_of(type(optimizer)).shape_of(key, shape)
 
 
-def _traits_of(cls: type[Optimizer]) -> Traits | None:
-    """None: the class is not torch's own, or unknown."""
-    return TRAITS.get(cls.__name__) if cls.__module__.startswith("torch.optim") else None
+def _traits_of(cls: type[Optimizer]) -> Traits:
+    return TRAITS.get(cls.__name__, _UNKNOWN) if cls.__module__.startswith("torch.optim") else _UNKNOWN
 
 
+_UNKNOWN = Traits(None, rule=Rule(whole=True))  # of a class that is not torch's own, or that `TRAITS` lacks
 DECLARED: weakref.WeakKeyDictionary[type[Optimizer], int] = weakref.WeakKeyDictionary()

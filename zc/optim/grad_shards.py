@@ -290,11 +290,11 @@ class GradShards:
             self.runtime.streams.hand_to_main([self._numbers[key]])
         else:
             self.runtime.wait_for_host_memory()
-            touched = self._touched()
+            touched = self.touched()
             if not touched:
                 return torch.zeros(0, dtype=torch.float64, device="cpu")
-            parts = [formula.of(self._part(bucket, name)) for bucket, name in touched]
-            self._numbers[key] = self._join(parts, reduction, [self._slot(name).numel for _, name in touched])
+            parts = [formula.of(self._part(name)) for name in touched]
+            self._numbers[key] = self._join(parts, reduction, [self._slot(name).numel for name in touched])
         return self._numbers[key]
 
     def _join(self, parts: Sequence[Tensor], reduction: Reduction, numels: Sequence[int]) -> Tensor:
@@ -329,17 +329,18 @@ class GradShards:
             self.runtime.streams.hand_to_main([self._number_of[key][name]])
         else:
             numbers = self._all(formula, reduction).to(dtype).unbind()
-            self._number_of[key] = {n: number for (_, n), number in zip(self._touched(), numbers, strict=True)}
+            self._number_of[key] = dict(zip(self.touched(), numbers, strict=True))
         return self._number_of[key][name]
 
-    def _touched(self) -> list[tuple[Bucket, str]]:
-        """Every parameter with a gradient on some rank, in the same order on all."""
-        flags = self.runtime.accumulators.touched
-        pairs = ((b, k, slot) for b in self.runtime.plan.buckets for k, slot in enumerate(b.slots))
-        return [(bucket, slot.name) for bucket, k, slot in pairs if flags[bucket.index][k]]
+    def touched(self, buckets: Iterable[int] | None = None) -> list[str]:
+        """Every parameter with a gradient on some rank, in these buckets or in any, in the same order on all."""
+        flags, all_buckets = self.runtime.accumulators.touched, self.runtime.plan.buckets
+        of_buckets = [all_buckets[index] for index in buckets] if buckets is not None else all_buckets
+        return [slot.name for bucket in of_buckets for k, slot in enumerate(bucket.slots) if flags[bucket.index][k]]
 
-    def _part(self, bucket: Bucket, name: str) -> Tensor:
+    def _part(self, name: str) -> Tensor:
         """[n]: what this rank owns of one gradient, on the device where the update reads it; n may be 0."""
+        bucket = self._bucket(name)
         view = self.of(bucket)[0].get(name)
         return self.runtime.buffers.acc_shard(bucket)[:0] if view is None else flattened(view, self._slot(name))
 

@@ -13,7 +13,7 @@ adjust the learning rate.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -38,9 +38,32 @@ class Finished:
         return self._future
 
 
+def _collective(out: str, source: str = "") -> Callable[..., Finished | None]:
+    """One whose first arguments have these names, each a tensor or a list of one: ``out`` becomes what ``source`` has;
+    without that it stays as it is."""
+
+    @torch.no_grad()
+    def run(_: OneRank, *args: Any, async_op: bool = False, **kwargs: Any) -> Finished | None:
+        tensors = {**dict(zip((out, source), args, strict=False)), **kwargs}
+        result, value = (
+            item if isinstance(item, Tensor) else item[0] for item in (tensors[out], tensors[source or out])
+        )
+        if source:
+            result.copy_(value.view_as(result))
+        return Finished([result]) if async_op else None
+
+    return run
+
+
 class OneRank:
     """The queries and collectives of torch.distributed in a group of one rank. Types and constants, such as ReduceOp,
     come from torch.distributed; any other function raises AttributeError."""
+
+    all_reduce = broadcast = reduce = _collective("tensor")
+    all_gather = _collective("tensor_list", "tensor")
+    reduce_scatter = _collective("output", "input_list")
+    all_gather_into_tensor = all_gather_single = _collective("output_tensor", "input_tensor")  # and torch 2.13's name
+    reduce_scatter_tensor = reduce_scatter_single = all_to_all_single = _collective("output", "input")
 
     def is_available(self) -> bool:
         return True
@@ -55,52 +78,13 @@ class OneRank:
         return 1
 
     def barrier(self, *args: Any, async_op: bool = False, **kwargs: Any) -> Finished | None:
-        return _work(None, async_op)
-
-    def all_reduce(self, tensor: Tensor, *args: Any, async_op: bool = False, **kwargs: Any) -> Finished | None:
-        return _work([tensor], async_op)
-
-    broadcast = reduce = all_reduce
-
-    def all_gather(
-        self, tensor_list: Sequence[Tensor], tensor: Tensor, *args: Any, async_op: bool = False, **kwargs: Any
-    ) -> Finished | None:
-        return self.all_gather_into_tensor(tensor_list[0], tensor, async_op=async_op)
-
-    def reduce_scatter(
-        self, output: Tensor, input_list: Sequence[Tensor], *args: Any, async_op: bool = False, **kwargs: Any
-    ) -> Finished | None:
-        return self.all_gather_into_tensor(output, input_list[0], async_op=async_op)
-
-    def all_gather_into_tensor(
-        self, output_tensor: Tensor, input_tensor: Tensor, *args: Any, async_op: bool = False, **kwargs: Any
-    ) -> Finished | None:
-        return self.reduce_scatter_tensor(output_tensor, input_tensor, async_op=async_op)
-
-    @torch.no_grad()
-    def reduce_scatter_tensor(
-        self,
-        output: Tensor,
-        input: Tensor,  # noqa: A002  (torch's name)
-        *args: Any,
-        async_op: bool = False,
-        **kwargs: Any,
-    ) -> Finished | None:
-        output.copy_(input.view_as(output))
-        return _work([output], async_op)
-
-    all_gather_single, reduce_scatter_single = all_gather_into_tensor, reduce_scatter_tensor  # torch 2.13's names
-    all_to_all_single = reduce_scatter_tensor
+        return Finished(None) if async_op else None
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(dist, name)
         if callable(value) and not isinstance(value, type):
             raise AttributeError(f"zc.one_rank has no {name}: call it under `if dist.get_world_size() > 1`")
         return value
-
-
-def _work(result: Any, async_op: bool) -> Finished | None:
-    return Finished(result) if async_op else None
 
 
 one_rank = OneRank()

@@ -369,7 +369,7 @@ class ShardedOptimizer:
         of them: whether it has called zero_grad, to None and to zeros, and then for each parameter whether it has set
         the gradient to None, made it zeros, left it, or changed it otherwise, as which it is left, too."""
         flags, self.called_zero_grad = self.called_zero_grad, [0, 0]
-        for name, _ in self._touched_in(buckets):
+        for name in self.grad_shards.touched(buckets):
             own = self.slices.get(name)
             if own is None or not own.numel():
                 flags += (0, 0, 0, 0)
@@ -397,20 +397,14 @@ class ShardedOptimizer:
         for copy in self.grad_shards.copies(name)[1:]:  # with offload
             copy.copy_(given)
 
-    def _touched_in(self, buckets: Sequence[int]) -> list[tuple[str, tuple[int, int]]]:
-        """Names and places of the parameters in these buckets that have a gradient on some rank."""
-        plan, touched = self.runtime.plan, self.runtime.accumulators.touched
-        slots = (((index, k), slot) for index in buckets for k, slot in enumerate(plan.buckets[index].slots))
-        return [(slot.name, (index, k)) for (index, k), slot in slots if touched[index][k]]
-
     def _clear(self, buckets: Sequence[int], flags: Sequence[int]) -> None:
         """Does to gradients what a method of the class has done to those of its slices. ``flags``: the largest of all
         ranks'. Raises ZcError where ranks have done different things."""
         (to_none, to_zeros), each = flags[:2], [flags[k : k + 4] for k in range(2, len(flags), 4)]
-        touched = list(zip(self._touched_in(buckets), each, strict=True))
+        touched, where = dict(zip(self.grad_shards.touched(buckets), each, strict=True)), self.runtime.plan.slot_of
         groups = self.optimizer.param_groups if to_none else []
         in_groups = {self._names.get(id(p)) for group in groups for p in group["params"]}
-        for (name, where), (is_none, is_zero, is_left, is_edited) in touched:
+        for name, (is_none, is_zero, is_left, is_edited) in touched.items():
             if (is_none or name in in_groups) and (is_zero or is_left):
                 raise ZcError(
                     f"{type(self.optimizer).__name__} has set the gradient of {self.runtime.name_now(name)} to None on "
@@ -420,16 +414,16 @@ class ShardedOptimizer:
             if is_edited and self._shows_grads:
                 self.grad_shards.drop_norms(name)
             elif is_edited:
-                self.runtime.accumulators.edited.add(where)
+                self.runtime.accumulators.edited.add(where[name])
         if to_none or to_zeros:
             self.zero_grad(set_to_none=bool(to_none))
-            touched = []
-        gone = {name: where for (name, where), (is_none, *_) in touched if is_none}
+            touched = {}
+        gone = [name for name, (is_none, *_) in touched.items() if is_none]
         for name in gone:
             self.runtime.params[name].grad = None
         if gone:
-            self.runtime.drop(list(gone.values()), set_to_none=True)
-        zeros = [where for (_, where), (_, is_zero, is_left, _) in touched if is_zero and not is_left]
+            self.runtime.drop([where[name] for name in gone], set_to_none=True)
+        zeros = [where[name] for name, (_, is_zero, is_left, _) in touched.items() if is_zero and not is_left]
         if zeros:
             self.grad_shards.drop_norms()
             self.runtime.drop(zeros, set_to_none=False)
@@ -464,7 +458,7 @@ class ShardedOptimizer:
 
     def _digests(self) -> list[int]:
         """Of each group, two numbers whose largest over the ranks add up to 0 if all have the same `_own_options`."""
-        digests = [zlib.crc32(repr(_without_tensors(self._own_options(group))).encode()) for group in self._groups]
+        digests = [zlib.crc32(_text_of(self._own_options(group)).encode()) for group in self._groups]
         return [number for digest in digests for number in (digest, -digest)]
 
     def _share_options(self, numbers: Sequence[int], changed: Sequence[int]) -> None:
@@ -473,7 +467,7 @@ class ShardedOptimizer:
         differing = [k for k in range(len(self._groups)) if numbers[2 * k] + numbers[2 * k + 1]]
         if not differing:
             return
-        updated = {name for name, _ in self._touched_in(changed)}
+        updated = set(self.grad_shards.touched(changed))
         rows: list[tuple[int, dict[str, Any]]] = []
         for k in differing:
             members = [self._names.get(id(p), "") for p in self.optimizer.param_groups[k]["params"]]
@@ -484,7 +478,7 @@ class ShardedOptimizer:
         for n, k in enumerate(differing):
             most, options = max((each[n] for each in of_ranks), key=lambda row: row[0])  # the first of several
             others = [row[1] for row in (each[n] for each in of_ranks) if row[0] == most > 0]
-            for key in (key for key in options if any(_differ(options[key], other.get(key)) for other in others)):
+            for key in (key for key in options if len({_text_of(own.get(key)) for own in others}) > 1):
                 self.runtime.say_once(
                     f"{name} sets {key!r} of parameter group {k} to something else on each rank, from the parameters "
                     "that it updates: all ranks take that of the first one"
@@ -568,9 +562,9 @@ class ShardedOptimizer:
     def _refuse_edited(self) -> None:
         """Raises ZcError where a step of the class has changed gradients, in its owners' copies alone, that the caller
         has not cleared. All ranks call it, and have the same ones."""
-        edited = self.runtime.accumulators.edited
-        for name, where in self._touched_in([bucket.index for bucket in self.buckets]) if edited else ():
-            if where in edited and name not in self._absent:
+        edited, where = self.runtime.accumulators.edited, self.runtime.plan.slot_of
+        for name in self.grad_shards.touched(bucket.index for bucket in self.buckets) if edited else ():
+            if where[name] in edited and name not in self._absent:
                 raise ZcError(
                     f"{type(self.optimizer).__name__} has changed the gradient of {self.runtime.name_now(name)} in its "
                     "last step, and "
@@ -685,7 +679,7 @@ class ShardedOptimizer:
         self._leave()
         self._check_places("in step()")
         self.updater.after(changed)
-        self.state.note_update(changed, self.runtime.accumulators.touched)
+        self.state.note_update(changed)
         self._writes.remember()
         self.runtime.after_update(self.number)
         self.runtime.weights.watch()
@@ -931,17 +925,13 @@ def _is_plain(value: Any) -> bool:
     return value is None or type(value) in (bool, int, float, str)
 
 
-def _without_tensors(value: Any) -> Any:
-    """A plain value as one whose ``repr`` says all of it."""
+def _text_of(value: Any) -> str:
+    """Says all of a plain value."""
     if isinstance(value, dict):
-        return {key: _without_tensors(item) for key, item in value.items()}
+        return repr({key: _text_of(item) for key, item in value.items()})
     if isinstance(value, (list, tuple)):
-        return [*map(_without_tensors, value)]
-    return value.tolist() if isinstance(value, Tensor) else value
-
-
-def _differ(one: Any, other: Any) -> bool:
-    return repr(_without_tensors(one)) != repr(_without_tensors(other))
+        return repr([*map(_text_of, value)])
+    return repr(value.tolist() if isinstance(value, Tensor) else value)
 
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]

@@ -377,14 +377,12 @@ class StateView(MutableMapping[Any, Any]):
         """These parameters have state on some rank."""
         self._updated.update(names)
 
-    def note_update(self, changed: Sequence[int], touched: Sequence[Sequence[bool]]) -> None:
-        """The class has updated the parameters in these buckets that have a gradient, as ``touched`` says."""
-        noted = [touched[index] for index in changed]
+    def note_update(self, changed: Sequence[int]) -> None:
+        """The class has updated the parameters in these buckets that have a gradient."""
+        noted = [self.owner.runtime.accumulators.touched[index] for index in changed]
         if noted != self._noted:
             self._noted = [list(flags) for flags in noted]
-            slots = [(s.name, flag) for index, flags in zip(changed, noted, strict=True)
-                     for s, flag in zip(self.owner.runtime.plan.buckets[index].slots, flags, strict=True)]  # fmt: skip
-            self._with_gradient = frozenset(name for name, is_touched in slots if is_touched)
+            self._with_gradient = frozenset(self.owner.grad_shards.touched(changed))
             self.note(self._with_gradient)
         self._num_updates.update(self._with_gradient)
         for name in self._with_gradient & self._elsewhere.keys() if self._elsewhere else ():

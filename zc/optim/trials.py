@@ -253,7 +253,7 @@ def habits_of(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]], device:
         later = _try_alone(optimizer, {**group, **decays}, device) if decays else None
         edits_data = trial is None or any(each.edits_data for one in (trial, later) if one for each in one.apart)
         habits = habits.joined(Habits(
-            trial is None or not _has_own_states(trial), _refuses_empty(optimizer, group),
+            trial is None or not _has_own_states(trial), _fails(optimizer, group, [], []),
             _needs_a_gradient(optimizer, group, device), edits_data,
         ))  # fmt: skip
         if trial is None:
@@ -279,12 +279,15 @@ def _has_own_states(trial: Trial) -> bool:
     return _have_same_states(trial.together, trial.apart, None if trial.is_random else trial.close)
 
 
-def _refuses_empty(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
+def _fails(
+    optimizer: Optimizer, group: Mapping[str, Any], values: Sequence[Tensor], grads: Sequence[Sequence[Tensor]]
+) -> bool:
+    """Whether an update of these fails: a rank to which it comes would meet that. One that can't be tried does not."""
     try:
-        update_copy(optimizer, group, [], [], seed=1)
-    except UncopyableError:  # not tried
+        update_copy(optimizer, group, values, grads, seed=1)
+    except UncopyableError:
         return False
-    except Exception:  # noqa: BLE001  (whatever it is, a rank that owns nothing of the group would meet it)
+    except Exception:  # noqa: BLE001  (whatever it is)
         return True
     return False
 
@@ -292,15 +295,8 @@ def _refuses_empty(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
 def _needs_a_gradient(optimizer: Optimizer, group: Mapping[str, Any], device: torch.device) -> bool:
     for (shape, *_), _ in PAIRS:
         value, grads = small_data(shape, device)
-        try:
-            update_copy(optimizer, group, [value], [grads[:1]], seed=1)
-        except Exception:  # noqa: BLE001  (the next shape)
-            continue
-        try:
-            update_copy(optimizer, group, [value], [[]], seed=1)
-        except Exception:  # noqa: BLE001  (whatever it is, a rank without a gradient would meet it)
-            return True
-        return False
+        if not _fails(optimizer, group, [value], [grads[:1]]):
+            return _fails(optimizer, group, [value], [[]])
     return False
 
 
