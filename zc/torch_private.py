@@ -1060,6 +1060,23 @@ def has_step_pre_hooks(optimizer: torch.optim.Optimizer) -> bool:
     return bool(hooks.others() if isinstance(hooks, _HooksBetween) else hooks)
 
 
+@contextlib.contextmanager
+def without_global_step_hooks() -> Iterator[None]:
+    """Inside, steps run none of the hooks of all optimizers. (The dicts ``_global_optimizer_pre_hooks`` and
+    ``_global_optimizer_post_hooks`` of ``torch.optim.optimizer``, 2.11 to 2.15.)"""
+    from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+    dicts: tuple[Any, Any] = _global_optimizer_pre_hooks, _global_optimizer_post_hooks
+    hooks = [dict(each) for each in dicts]
+    for each in dicts:
+        each.clear()
+    try:
+        yield
+    finally:
+        for each, before in zip(dicts, hooks, strict=True):
+            each.update(before)
+
+
 def compiled_autograd_is_on() -> bool:
     """Whether a backward would be traced by compiled autograd. (Two flags of the module
     ``torch._dynamo.compiled_autograd``, 2.11 to 2.15.)"""

@@ -12,6 +12,7 @@ import pytest
 import torch
 from contract import contract
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zc import torch_private
@@ -259,6 +260,23 @@ def test_order_of_step_hooks() -> None:
     calls.clear()
     optimizer.step()
     assert calls == ["NoneType", "post", "post"], "torch runs them for super().step(), too"
+
+
+@contract("without_global_step_hooks", "_global_optimizer_pre_hooks and _global_optimizer_post_hooks of torch.optim")
+def test_hooks_of_all_optimizers() -> None:
+    calls: list[str] = []
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+    before = register_optimizer_step_pre_hook(lambda *_: calls.append("before"))
+    after = register_optimizer_step_post_hook(lambda *_: calls.append("after"))
+    try:
+        with torch_private.without_global_step_hooks():
+            optimizer.step()
+        assert calls == []
+        optimizer.step()
+        assert calls == ["before", "after"]
+    finally:
+        before.remove()
+        after.remove()
 
 
 @contract("let_unscale_fp16", "GradScaler._unscale_grads_ and its allow_fp16")

@@ -13,9 +13,10 @@
 | which state has the parameter's shape? | of torch's elementwise classes, with offload |
 | may a method other than ``step`` run on slices? | of every unknown class: schedule-free's ``eval()``, a Hessian |
 
-A copy of the caller's optimizer, with a group's own options, updates them. The caller's objects and random numbers stay
-as they were, and what the optimizer compiles runs eagerly. (`torch.autograd.gradcheck` tries a promise about a function
-in the same way.) What the optimizer refers to is copied so that a trial changes nothing of the caller's:
+A copy of the caller's optimizer, with a group's own options, updates them. The caller's objects, random numbers and
+counts in the class or its module stay as they were, hooks of all optimizers don't run, and what the optimizer compiles
+runs eagerly. (`torch.autograd.gradcheck` tries a promise about a function in the same way.) What the optimizer refers
+to is copied so that a trial changes nothing of the caller's:
 
 | object | becomes |
 |---|---|
@@ -39,7 +40,7 @@ import pickle
 import random
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import BuiltinFunctionType, CodeType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any, NamedTuple
@@ -526,7 +527,8 @@ def update_copy(
     # Eager: Dynamo skips a frame for good that it first meets under a dispatch mode, here that of watching_collectives.
     eager = torch.compiler.set_stance("force_eager")
     edits_data = [False] * len(params)
-    with forked, _drawing_apart(seed), eager, torch_private.watching_collectives(refuse):
+    alone = torch_private.without_global_step_hooks(), _undoing_counts(class_of(optimizer))
+    with forked, _drawing_apart(seed), eager, alone[0], alone[1], torch_private.watching_collectives(refuse):
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would leave other devices' generators changed
         for device in devices:
             with torch.accelerator.device_index(device.index):
@@ -568,6 +570,30 @@ def _drawing_apart(seed: int) -> Iterator[None]:
     finally:
         random.setstate(of_python)
         numpy.random.set_state(of_numpy)
+
+
+@contextlib.contextmanager
+def _undoing_counts(cls: type[Optimizer]) -> Iterator[None]:
+    """Numbers, strings and containers among the attributes of the class, and among the globals that its code names, are
+    afterwards as they were: a class may count its steps there."""
+    attributes: list[tuple[Callable[..., None], str, Any]] = []
+    for each in _own_classes(cls):
+        attributes += [(partial(setattr, each), name, item) for name, item in vars(each).items()]
+        for function in map(inspect.unwrap, filter(inspect.isfunction, vars(each).values())):
+            space, words = function.__globals__, _words(function.__code__)
+            attributes += [(space.__setitem__, word, space[word]) for word in words if word in space]
+    before = [(put, name, item, copy.copy(item)) for put, name, item in attributes if type(item) in _PLAIN]
+    try:
+        yield
+    finally:
+        for put, name, item, value in before:
+            if not name.startswith("__"):
+                put(name, item)
+            if isinstance(item, list):
+                item[:] = value
+            elif isinstance(item, (dict, set)) and item != value:
+                item.clear()
+                item.update(value)
 
 
 def _states_of_python() -> bytes:
