@@ -81,6 +81,23 @@ def test_create_graph_twice_says_create_graph(backend: str) -> None:
         torch.testing.assert_close(grad, plain.get_parameter(name).grad)
 
 
+def test_a_penalty_on_param_grad_says_that_it_has_no_graph() -> None:
+    """Op by op the penalty had no gradient, in silence."""
+    model = small()
+    model, optimizer = zc.compile(model, torch.optim.SGD(model.parameters(), lr=0.1), backend="eager")
+    x = torch.ones(3, 4)
+    for penalty in (torch.sum, lambda grad: grad * 2):
+        model(x).square().sum().backward(create_graph=True)
+        grad = next(model.parameters()).grad
+        with pytest.raises(zc.ZcError, match=r"grad is read after backward\(create_graph=True\)"):
+            penalty(grad)
+        with torch.no_grad():
+            penalty(grad)
+        optimizer.zero_grad()
+    model(x).square().sum().backward()
+    next(model.parameters()).grad.sum()  # type: ignore[union-attr]
+
+
 def test_an_optimizer_with_state_is_told_of_load_state_dict() -> None:
     """And what the message says works: the moments are the old ones."""
     model = small()

@@ -152,6 +152,7 @@ class Core:
         self.placed = dict(params)  # those in a bucket: `params`, and of `frozen` those whose weights are sharded
         self.unset = Unset()  # parameters of a model from meta that have no value yet
         self.sharded_grads: dict[str, Tensor] = {}  # the .grad of each of params while it has a gradient
+        self.with_graph: set[str] = set()  # parameters whose gradient came with a graph, which is not kept
         # of the parameters that have a place; the model keeps it
         self.names: weakref.ref[Names] | None = None
         self.num_left = 0  # parameters that have left the plan: schedules of before name their slots

@@ -241,6 +241,8 @@ class Runtime(Core):
                 f"the gradient of {self.name_now(name)} is {grad.layout} {grad.dtype}: zc takes dense real ones"
             )
         self.begin_backward()
+        if grad.requires_grad:
+            self.with_graph.add(name)
         self.ledger.step.hooks[bucket, slot] += 1
         log.debug("bucket %d: a hook brings the gradient of %s", bucket, self.plan.buckets[bucket].slots[slot].name)
         self._deposit(bucket, slot, grad)

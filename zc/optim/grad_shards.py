@@ -180,6 +180,15 @@ class GradShards:
                 "Is the model inside a DistributedDataParallel? Leave that out"
             )
 
+    def refuse_graph(self, name: str) -> None:
+        """Raises ZcError where a function of a gradient is to be differentiated, which is sharded without its graph."""
+        if name in self.runtime.with_graph and torch.is_grad_enabled():
+            raise ZcError(
+                f"{self.runtime.name_now(name)}.grad is read after backward(create_graph=True), and it is sharded over "
+                "ranks without a graph: a penalty on it would have no gradient. Use torch.autograd.grad(..., "
+                "create_graph=True) for what is to be differentiated; read values alone under torch.no_grad()"
+            )
+
     def refuse_in_step(self, name: str) -> None:
         """Raises ZcError where the class of an optimizer has changed a gradient of the model in its step, which updates
         by the gradients of its slices."""
@@ -316,6 +325,7 @@ class GradShards:
         name = value.param_name
         self.is_read_in_no_sync |= self.is_in_no_sync
         if value.is_live:
+            self.refuse_graph(name)
             self._finish(value, name)
         formula, made_at = value.formula or (None, 0)
         if formula is None or made_at != self.num_changes:

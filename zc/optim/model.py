@@ -151,6 +151,7 @@ class ShardedModel(Listener):
             self.grad_shards.forget_taken(names)
         self.grad_shards.is_read_in_no_sync = False
         self.grad_shards.forget_numbers()
+        self.runtime.with_graph.difference_update(names)
         grads = self.runtime.sharded_grads
         for name in names:
             is_old = sys.getrefcount(grads[name]) > ALONE or grads[name].requires_grad

@@ -304,6 +304,9 @@ def _by_element(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         first.owner.refuse_in_no_sync(nonlinear)
     if "memory_format" in kwargs:  # values have the parameter's
         kwargs = {name: item for name, item in kwargs.items() if name != "memory_format"}
+    for value in values if not written else ():
+        if value.is_live:
+            value.owner.refuse_graph(value.param_name)
     copies = first.copies()  # finishes gradients
     formula = None if written else _formula(func, args, kwargs, values)
     results = []
