@@ -36,7 +36,7 @@ from zc.checks import (
     trainable,
 )
 from zc.compiler import backend as compiler
-from zc.compiler.blocks import Blocks, compile_blocks, find_again, install_call
+from zc.compiler.blocks import Blocks, compile_blocks, find_again
 from zc.compiler.graphs import naming_limits
 from zc.config import OPTIONS, Config
 from zc.engine.buffer_sync import BufferSync
@@ -292,11 +292,11 @@ def _compile_blocks(model: nn.Module, runtime: Runtime) -> None:
     """Compiles one block of each kind, and with sharded weights the modules outside of blocks one by one."""
     kinds, dynamic, context = runtime.plan.kinds, runtime.config.dynamic, runtime.weights.around_block
     make_backend = partial(compiler.make_backend, runtime, Blocks(weakref.proxy(runtime), kinds).find_block)
-    places = compile_blocks(model, kinds, make_backend, install_call, dynamic, context)
+    places = compile_blocks(model, kinds, make_backend, dynamic, context)
     runtime.outside_blocks = matrices_around(model, kinds)
     singles = find_singles(model, kinds) if runtime.plan.sharded else []
     make_backend = partial(compiler.make_backend, runtime)
-    places += compile_blocks(model, singles, make_backend, install_call, dynamic, context)
+    places += compile_blocks(model, singles, make_backend, dynamic, context)
     runtime.block_places = places
 
 

@@ -143,13 +143,11 @@ def compile_blocks(
     model: nn.Module,
     kinds: Sequence[BlockKind],
     make_backend: Callable[[], Callable[..., Any]],
-    install: Callable[[nn.Module, Callable[..., Any]], None],
     dynamic: bool | None,
     context: Context | None = None,
 ) -> list[BlockPlaces]:
-    """Each member of a kind runs one compiled function from now on, with one backend per kind. ``install(block, call)``
-    makes ``block(...)`` call ``call``. The function runs inside ``context(places)``, with the places of the block's
-    parameters, which are returned."""
+    """Each member of a kind runs one compiled function from now on, with one backend per kind. The function runs inside
+    ``context(places)``, with the places of the block's parameters, which are returned."""
     found = []
     for kind in kinds:
         compiled = torch_private.compiled_call(torch_private.class_call, make_backend(), dynamic=dynamic)
@@ -158,7 +156,7 @@ def compile_blocks(
             places = torch_private.places_of_params(block)
             found.append((weakref.ref(block), places))
             run = partial(_run, weakref.ref(block), compiled, places, context)
-            install(block, torch.compiler.disable(run, reason=torch_private.BLOCK))  # type: ignore[no-untyped-call]
+            install_call(block, torch.compiler.disable(run, reason=torch_private.BLOCK))  # type: ignore[no-untyped-call]
     return found
 
 
