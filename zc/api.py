@@ -37,6 +37,7 @@ from zc.checks import (
 )
 from zc.compiler import backend as compiler
 from zc.compiler.blocks import Blocks, compile_blocks, find_again
+from zc.compiler.graphs import naming_limits
 from zc.config import OPTIONS, Config
 from zc.engine.buffer_sync import BufferSync
 from zc.engine.buffers import Buffers
@@ -258,7 +259,7 @@ def make_call(module: nn.Module, runtime: Runtime, sync: BufferSync | None = Non
     call = runtime.weights.call_of(module, call)
     if sync is not None:
         call = _call_after(sync.before_forward, call or partial(torch_private.object_call, module))
-    return call if call is None or config.backend == "eager" else guards.naming_limits(call)
+    return call if call is None or config.backend == "eager" else naming_limits(call)
 
 
 def _call_after(before: Callable[[], None], call: Callable[..., Any]) -> Callable[..., Any]:
@@ -291,11 +292,11 @@ def _compile_blocks(model: nn.Module, runtime: Runtime) -> None:
     """Compiles one block of each kind, and with sharded weights the modules outside of blocks one by one."""
     kinds, dynamic, context = runtime.plan.kinds, runtime.config.dynamic, runtime.weights.around_block
     make_backend = partial(compiler.make_backend, runtime, Blocks(weakref.proxy(runtime), kinds).find_block)
-    places = compile_blocks(model, kinds, make_backend, guards.install_call, dynamic, context)
+    places = compile_blocks(model, kinds, make_backend, dynamic, context)
     runtime.outside_blocks = matrices_around(model, kinds)
     singles = find_singles(model, kinds) if runtime.plan.sharded else []
     make_backend = partial(compiler.make_backend, runtime)
-    places += compile_blocks(model, singles, make_backend, guards.install_call, dynamic, context)
+    places += compile_blocks(model, singles, make_backend, dynamic, context)
     runtime.block_places = places
 
 

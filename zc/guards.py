@@ -24,6 +24,8 @@ import torch
 from torch import Tensor, nn
 
 from zc import torch_private
+from zc.compiler.blocks import Instead, instead
+from zc.engine.core import SYNCS, syncs
 from zc.engine.param_checks import Names
 from zc.errors import PlanError, ZcError
 from zc.optim.grad_shards import ShardedGrad
@@ -33,7 +35,6 @@ if TYPE_CHECKING:
     from zc.engine.weights import Weights
 
 _NAME = "_zc_compiled"
-_SYNCS = "require_backward_grad_sync"  # DDP's no_sync sets it, and so do scripts, nanoGPT's among them
 _TEXT = (
     "zc: this module was saved whole (torch.save(model)) while it was compiled by zc, and is a plain module now: over "
     "several ranks nothing reduces its gradients until zc.compile(model, optimizer) is called. zc.save keeps what "
@@ -52,27 +53,6 @@ class _Mark:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return warnings.warn, (_TEXT,)  # returns None
-
-
-class Instead:
-    """Stands in place of a method on one module object, and does what ``call`` does. Copies and pickles of the module
-    have what ``copied()`` describes, as ``__reduce__`` does."""
-
-    def __init__(self, call: Callable[..., Any], copied: Callable[[], tuple[Any, ...]]) -> None:
-        self._call, self._copied = call, copied
-
-    @torch_private.not_compiled_alone
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._call(*args, **kwargs)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return self._copied()
-
-
-def _instead(module: nn.Module, name: str, call: Callable[..., Any]) -> Instead:
-    """Copies have the class's method."""
-    of_module = weakref.ref(module)
-    return Instead(call, lambda: (getattr, (of_module(), name)))  # of the copy, whose __dict__ is still empty
 
 
 class NotForDDP:
@@ -111,19 +91,19 @@ def install(model: nn.Module, runtime: Runtime) -> Callable[[nn.Module], None]:
     """Installs the guards. What it returns removes them."""
     remember_names(model, runtime)
     of_runtime = weakref.ref(runtime)
-    torch_private.set_apply(model, _instead(model, "_apply", partial(_apply, weakref.ref(model), of_runtime)))
+    torch_private.set_apply(model, instead(model, "_apply", partial(_apply, weakref.ref(model), of_runtime)))
     torch_private.tell_ddp(model, NotForDDP(torch_private.told_ddp(model)))
     no_join = Instead(_refuse_join, lambda: (type(None), ()))
     no_sync = Instead(partial(_no_sync, of_runtime), lambda: (partial, (contextlib.nullcontext,)))
-    of_ddp = {"no_sync": no_sync, "join": no_join, "join_hook": no_join, _SYNCS: True}
+    of_ddp = {"no_sync": no_sync, "join": no_join, "join_hook": no_join, SYNCS: True}
     added = {name: value for name, value in of_ddp.items() if not hasattr(model, name)}
     vars(model).update(added)
-    runtime.syncs = partial(_syncs, weakref.ref(model))
+    runtime.syncs = partial(syncs, weakref.ref(model))
     pickle_without_hooks(model, runtime.weights)
     for name, module in model.named_modules():
         if isinstance(module, nn.RNNBase):
             call: Any = torch.compiler.disable(partial(_skip_flattening, of_runtime, name))  # type: ignore[no-untyped-call]
-            vars(module)["flatten_parameters"] = _instead(module, "flatten_parameters", call)
+            vars(module)["flatten_parameters"] = instead(module, "flatten_parameters", call)
     return partial(_remove, tuple(added))
 
 
@@ -131,12 +111,7 @@ def pickle_without_hooks(model: nn.Module, weights: Weights) -> None:
     """Copies and pickles of modules leave out the hooks of ``weights``, which neither work there nor can be pickled."""
     for module in model.modules() if weights.hooks else ():
         get_state = partial(_state_to_pickle, weakref.ref(weights), weakref.ref(module))
-        vars(module)["__getstate__"] = _instead(module, "__getstate__", get_state)
-
-
-def _syncs(of_model: weakref.ref[nn.Module]) -> bool:
-    model = of_model()
-    return model is None or bool(getattr(model, _SYNCS, True))
+        vars(module)["__getstate__"] = instead(module, "__getstate__", get_state)
 
 
 def remember_names(model: nn.Module, runtime: Runtime) -> None:
@@ -147,38 +122,17 @@ def remember_names(model: nn.Module, runtime: Runtime) -> None:
 
 
 def _remove(added: Collection[str], model: nn.Module) -> None:
-    """Removes everything that `install`, which has ``added`` these attributes, and `install_call` put on the model."""
+    """Removes everything that `install`, which has ``added`` these attributes, and `blocks.install_call` put on the
+    model."""
     told = torch_private.told_ddp(model)
-    if _SYNCS in added:
-        vars(model).pop(_SYNCS, None)
+    if SYNCS in added:
+        vars(model).pop(SYNCS, None)
     own = _Mark, Instead, NotForDDP
     for module in model.modules():
         for name in [n for n, value in vars(module).items() if isinstance(value, own)]:
             del vars(module)[name]
     if isinstance(told, NotForDDP) and told.names:
         torch_private.tell_ddp(model, told.names)
-
-
-def install_call(block: nn.Module, call: Callable[..., Any]) -> None:
-    """Makes ``block(...)`` run ``call(...)``; what `install` has returned undoes it."""
-    torch_private.set_call(block, _instead(block, "_call_impl", call))
-
-
-def naming_limits(call: Callable[..., Any]) -> Callable[..., Any]:
-    """``call``, whose compiled code has no forward-mode derivative: the error names the backend that has one."""
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return call(*args, **kwargs)
-        except NotImplementedError as error:
-            if not torch_private.lacks_forward_mode(error):
-                raise
-            raise ZcError(
-                "torch.autograd.forward_ad through this model: what torch.compile has compiled has no forward-mode "
-                'derivative. Give zc.compile backend="eager", or use torch.func.jvp, which runs the model uncompiled'
-            ) from error
-
-    return run
 
 
 def _apply(

@@ -110,6 +110,32 @@ class Block:
         return rebased(template.graph, template.plan, renamed, moves, turn)
 
 
+class Instead:
+    """Stands in place of a method on one module object, and does what ``call`` does. Copies and pickles of the module
+    have what ``copied()`` describes, as ``__reduce__`` does."""
+
+    def __init__(self, call: Callable[..., Any], copied: Callable[[], tuple[Any, ...]]) -> None:
+        self._call, self._copied = call, copied
+
+    @torch_private.not_compiled_alone
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self._copied()
+
+
+def instead(module: nn.Module, name: str, call: Callable[..., Any]) -> Instead:
+    """Copies have the class's method."""
+    of_module = weakref.ref(module)
+    return Instead(call, lambda: (getattr, (of_module(), name)))  # of the copy, whose __dict__ is still empty
+
+
+def install_call(block: nn.Module, call: Callable[..., Any]) -> None:
+    """Makes ``block(...)`` run ``call(...)``; what `zc.guards.install` has returned undoes it."""
+    torch_private.set_call(block, instead(block, "_call_impl", call))
+
+
 Context = Callable[[Places], contextlib.AbstractContextManager[object]]
 
 
@@ -117,13 +143,11 @@ def compile_blocks(
     model: nn.Module,
     kinds: Sequence[BlockKind],
     make_backend: Callable[[], Callable[..., Any]],
-    install: Callable[[nn.Module, Callable[..., Any]], None],
     dynamic: bool | None,
     context: Context | None = None,
 ) -> list[BlockPlaces]:
-    """Each member of a kind runs one compiled function from now on, with one backend per kind. ``install(block, call)``
-    makes ``block(...)`` call ``call``. The function runs inside ``context(places)``, with the places of the block's
-    parameters, which are returned."""
+    """Each member of a kind runs one compiled function from now on, with one backend per kind. The function runs inside
+    ``context(places)``, with the places of the block's parameters, which are returned."""
     found = []
     for kind in kinds:
         compiled = torch_private.compiled_call(torch_private.class_call, make_backend(), dynamic=dynamic)
@@ -132,7 +156,7 @@ def compile_blocks(
             places = torch_private.places_of_params(block)
             found.append((weakref.ref(block), places))
             run = partial(_run, weakref.ref(block), compiled, places, context)
-            install(block, torch.compiler.disable(run, reason=torch_private.BLOCK))  # type: ignore[no-untyped-call]
+            install_call(block, torch.compiler.disable(run, reason=torch_private.BLOCK))  # type: ignore[no-untyped-call]
     return found
 
 

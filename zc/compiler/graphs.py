@@ -557,3 +557,20 @@ def canonical_key(gm: fx.GraphModule) -> str | None:
 
 def _strides_of(val: Any) -> Any:
     return val.stride() if isinstance(val, torch.Tensor) and val.layout == torch.strided else None
+
+
+def naming_limits(call: Callable[..., Any]) -> Callable[..., Any]:
+    """``call``, whose compiled code has no forward-mode derivative: the error names the backend that has one."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return call(*args, **kwargs)
+        except NotImplementedError as error:
+            if not torch_private.lacks_forward_mode(error):
+                raise
+            raise ZcError(
+                "torch.autograd.forward_ad through this model: what torch.compile has compiled has no forward-mode "
+                'derivative. Give zc.compile backend="eager", or use torch.func.jvp, which runs the model uncompiled'
+            ) from error
+
+    return run

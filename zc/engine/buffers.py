@@ -297,7 +297,7 @@ class Buffers:
 
     def acc_copies(self, bucket: Bucket) -> list[Tensor]:
         """[S] each: all copies of the reduced gradient. Code that changes the gradient in place must change each."""
-        return [self.shard(acc, bucket) for acc in self.accs_of(bucket.index)]
+        return [self.shard(tensors[bucket.index], bucket) for tensors in (self.host, self.acc) if tensors]
 
     def accs_of(self, bucket: int) -> list[Tensor]:
         """The accumulators of a bucket, [S] or [P], in host memory and on the device."""

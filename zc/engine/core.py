@@ -39,6 +39,15 @@ if TYPE_CHECKING:
     from zc.schedule.spec import Op
 
 
+SYNCS = "require_backward_grad_sync"  # DDP's no_sync sets it, and so do scripts, nanoGPT's among them
+
+
+def syncs(of_model: weakref.ref[nn.Module]) -> bool:
+    """What DDP's no_sync, or a script, has set on the model."""
+    model = of_model()
+    return model is None or bool(getattr(model, SYNCS, True))
+
+
 class Listener:
     """What the runtime calls in the optimizers of its model (`zc.optim.model`), which it does not know. This one does
     nothing: a runtime has it until its optimizers register theirs."""

@@ -11,7 +11,7 @@ import contextlib
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -73,12 +73,9 @@ class Exchanges:
         """out[s*S:(s+1)*S] on rank r <- rows[r*S:(r+1)*S] of rank s; both [P], or as long as a hop's sum,
         contiguous. Asynchronous."""
         entry = self.begin(REDUCE, bucket, self._others(rows.nbytes))
-        if not self._by_pairs:
-            return self._data_work(self._post(dist.all_to_all_single, out, rows, group=self.data, async_op=True), entry)
-        theirs, mine = out.view(self.world_size, -1), rows.view(self.world_size, -1)
-        work = self._between_pairs(list(theirs), list(mine), entry)
-        theirs[self.rank].copy_(mine[self.rank])  # while the others' rows are on their way
-        return work
+        if self._by_pairs:
+            return self._between_pairs(out.view(self.world_size, -1), rows.view(self.world_size, -1), entry)
+        return self._data_work(self._post(dist.all_to_all_single, out, rows, group=self.data, async_op=True), entry)
 
     def reduce_scatter(self, out: Tensor, flat: Tensor, bucket: int) -> Work:
         """out [S] <- sum over ranks of this rank's rows of flat [P]. Asynchronous."""
@@ -96,15 +93,11 @@ class Exchanges:
         """out [P] <- every rank's shard [S]; shard may be this rank's slice of out. ``kind`` is one of EXCHANGES.
         Asynchronous."""
         entry = self.begin(kind, bucket, self._others(out.nbytes))
-        if not self._by_pairs:
-            # torch 2.13 renames the collective and warns on the old name; 2.11 has only the old one
-            call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-            return self._data_work(self._post(call, out, shard, group=self.data, async_op=True), entry)
-        theirs = out.view(self.world_size, -1)
-        work = self._between_pairs(list(theirs), [shard] * self.world_size, entry)
-        if theirs[self.rank].data_ptr() != shard.data_ptr():
-            theirs[self.rank].copy_(shard)
-        return work
+        if self._by_pairs:
+            return self._between_pairs(out.view(self.world_size, -1), [shard] * self.world_size, entry)
+        # torch 2.13 renames the collective and warns on the old name; 2.11 has only the old one
+        call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        return self._data_work(self._post(call, out, shard, group=self.data, async_op=True), entry)
 
     def gather_rows(self, rows: list[Tensor], kind: str, bucket: int) -> Work:
         """rows[r] <- the row of rank r, of any length; this rank's row is there. Asynchronous."""
@@ -123,17 +116,7 @@ class Exchanges:
         rank. This rank's own piece is copied, unless it is there already. ``kind`` is one of EXCHANGES. Asynchronous.
         All ranks call it, also those without a piece."""
         entry = self.begin(kind, bucket, sum(piece.nbytes for rank, piece in sent if rank != self.rank))
-        if not self._by_pairs:
-            return self._exchange_at_once(received, sent, entry)
-        works, ranks = [], list[int]()
-        in_turn = sorted(sent, key=lambda item: (item[0] - self.rank) % self.world_size)
-        for start, pieces in ((dist.irecv, received), (dist.isend, in_turn)):
-            for rank, piece in pieces:
-                if rank != self.rank:
-                    works.append(self._pair(start, piece, rank, entry))
-                    ranks.append(self.numbers[rank])
-        copy_own_piece(received, sent, self.rank)
-        return Work(entry, messages(works, ranks=ranks), journal=self.journal)
+        return (self._exchange_by_pairs if self._by_pairs else self._exchange_at_once)(received, sent, entry)
 
     def _exchange_at_once(self, received: Pieces, sent: Pieces, entry: Entry) -> Work:
         """The same by one collective."""
@@ -142,16 +125,22 @@ class Exchanges:
         work = self._post(dist.all_to_all_single, out, rows, splits[0], splits[1], group=self.data, async_op=True)
         return self._data_work(work, entry)
 
-    def _between_pairs(self, received: list[Tensor], sent: list[Tensor], entry: Entry) -> Work:
-        """received[s] <- sent[this rank] of rank s, for all others, straight into place. (gloo's own all_gather fills
-        a buffer of [P] and copies it.)"""
+    def _exchange_by_pairs(self, received: Pieces, sent: Pieces, entry: Entry) -> Work:
+        """The same by a message to each rank. (gloo's own all_gather fills a buffer of [P] and copies it.)"""
         works, ranks = [], list[int]()
-        for distance in range(1, self.world_size):  # each starts with the next rank, so no rank gets all at once
-            source, target = (self.rank - distance) % self.world_size, (self.rank + distance) % self.world_size
-            works.append(self._pair(dist.irecv, received[source], source, entry))
-            works.append(self._pair(dist.isend, sent[target], target, entry))
-            ranks += [self.numbers[source], self.numbers[target]]
+        # each starts with the next rank, so no rank gets all at once
+        in_turn = sorted(sent, key=lambda item: (item[0] - self.rank) % self.world_size)
+        for start, pieces in ((dist.irecv, received), (dist.isend, in_turn)):
+            for rank, piece in pieces:
+                if rank != self.rank:
+                    works.append(self._pair(start, piece, rank, entry))
+                    ranks.append(self.numbers[rank])
+        copy_own_piece(received, sent, self.rank)  # while the others' are on their way
         return Work(entry, messages(works, ranks=ranks), journal=self.journal)
+
+    def _between_pairs(self, received: Iterable[Tensor], sent: Iterable[Tensor], entry: Entry) -> Work:
+        """received[s] <- sent[this rank] of rank s."""
+        return self._exchange_by_pairs(list(enumerate(received)), list(enumerate(sent)), entry)
 
     def _pair(self, start: Callable[..., Any], tensor: Tensor, rank: int, entry: Entry) -> Any:
         """A message to or from one rank. The tag names the exchange, so ranks that are out of step wait for different

@@ -158,12 +158,9 @@ class Group(Control):
     def all_gather(self, out: Tensor, shard: Tensor, kind: str, bucket: int) -> Work:
         """As `Exchanges.all_gather`. In two levels shards are in the order of a layout with as many hosts, and the host
         waits for the first level."""
-        if self._by_memory and self._neighbours is not None:
-            entry, rows = self.begin(kind, bucket, self._others(out.nbytes)), out.view(self.world_size, -1)
-            if rows[self.rank].data_ptr() != shard.data_ptr():
-                rows[self.rank].copy_(shard)
-            steps = self._neighbours.read_tensors(EXCHANGES.index(kind), bucket, dict(enumerate(rows)), shard)
-            return Work(entry, *steps, journal=self.journal)
+        if self._by_memory:
+            rows = list(enumerate(out.view(self.world_size, -1)))
+            return self.exchange_pieces(rows, [(rank, shard) for rank, _ in rows], kind, bucket)
         if self.levels is not None:
             part = out.view(self.levels.host.world_size, -1)[self.levels.host.rank]
             self.levels.net.all_gather(part, shard, kind, bucket).wait()

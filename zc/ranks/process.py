@@ -54,16 +54,6 @@ def start_thread(
     return thread
 
 
-def add_group(group: dist.ProcessGroup) -> None:
-    """From here on zc's threads may wait in ``group``, which is one of zc's own."""
-    _GROUPS.add(group)
-
-
-def abandon(groups: Iterable[dist.ProcessGroup]) -> None:
-    """Keeps these groups of zc's: ranks are out of step or gone, and no exchange completes in them."""
-    _ABANDONED.extend(groups)
-
-
 def close_abandoned() -> None:
     """Closes the groups of models whose ranks were out of step or gone: whoever still waits there gets an error. A
     program that has caught that error and compiles again would keep their threads and connections."""
@@ -173,7 +163,7 @@ class ProcessGroups:
         group = torch_private.new_group(
             ranks, backend or self._backend, name, timeout, high_priority=True, like=like, device=device
         )
-        add_group(group)
+        _GROUPS.add(group)
         self._open[self._of_ranks.count] = _Open(group, [], [])
         return group
 
@@ -195,8 +185,9 @@ class ProcessGroups:
             return
 
     def abandon(self) -> None:
-        """Keeps all groups open until the next `zc.compile`, because ranks are out of step or gone."""
-        abandon(opened.group for opened in self._open.values())
+        """Keeps all groups open until the next `zc.compile`, because ranks are out of step or gone: no exchange
+        completes in them."""
+        _ABANDONED.extend(opened.group for opened in self._open.values())
         self._open.clear()
 
     def close_dropped(self, gather: Callable[[Tensor], Tensor], *, and_own: bool = False) -> None:
