@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from zc import checks, kernels, machine
-from zc.engine.streams import DeviceStreams, ThreadStreams, make_streams
+from zc.engine.streams import MAIN, DeviceStreams, ThreadStreams, make_streams
 from zc.errors import PlanError
 from zc.offload.host_step import HostMemory
 
@@ -79,3 +79,21 @@ def test_host_memory_of_another_device_is_pinned_by_torch_and_says_what_that_cos
 def test_kernels_of_another_device_are_their_references_and_say_so() -> None:
     assert "torch reference on xpu:1, slower" in str(kernels.note_of(XPU))
     assert kernels.note_of(torch.device("cpu")) is None
+
+
+class Main:
+    def __init__(self, name: str, events: list[str]) -> None:
+        self.name, self.events = name, events
+
+    def wait_stream(self, other: Main) -> None:
+        self.events.append(f"{self.name} waits for {other.name}")
+
+
+def test_work_on_another_main_stream_waits_for_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program may change its stream between two steps."""
+    streams, events = DeviceStreams(XPU), list[str]()
+    first, second = Main("first", events), Main("second", events)
+    for main in (first, second, second):
+        install(monkeypatch, XPU, None, main)
+        streams.run_on(MAIN, lambda: events.append("task"))
+    assert events == ["task", "second waits for first", "task", "task"]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import nn
 
 import zc
+from zc.weights.whole_params import WholeBucket, WholeParams
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 
@@ -67,3 +70,24 @@ def test_a_loss_of_inside_may_go_backward_outside(backend: str) -> None:
     for key, value in zc.full_state_dict(net).items():
         assert torch.allclose(value.double(), twin.state_dict()[key], rtol=1e-5, atol=1e-7), key
     zc.close(net)
+
+
+def test_a_write_into_another_ranks_elements_is_seen_where_the_values_before_are_there() -> None:
+    """Without them only this rank's shard can tell, or what came, where that was rounded."""
+    slot = SimpleNamespace(name="weight", offset=0, stop=4)
+    param, exact = nn.Parameter(torch.tensor([1.0, 2.0, 3.0, 4.0])), torch.tensor([1.0, 2.0])
+    core = Mock(
+        params_in=lambda bucket: [(slot, param)],
+        buffers=SimpleNamespace(weight_part=lambda bucket, slot: (exact, slice(0, 2))),
+    )
+    bucket: Any = SimpleNamespace(index=0)
+    whole = WholeParams(core, None)  # type: ignore[arg-type]
+    whole.buckets[0] = WholeBucket({}, {}, None)
+    came = param.detach().clone()
+    assert not whole._is_written(bucket) and not whole._is_written(bucket, came)
+    param.data[3] = 5.0
+    assert not whole._is_written(bucket) and whole._is_written(bucket, came)
+    exact.add_(0.01)
+    assert whole._is_written(bucket)
+    whole.buckets[0].encoded = param.detach().clone()
+    assert not whole._is_written(bucket)
