@@ -196,6 +196,14 @@ IN_EVERY_STAGE: list[Run] = [
     saves_alone,
     waits_in_its_own_collective,
 ]
+# What the error says, on every rank
+SAYS: dict[Run, tuple[str, ...]] = {
+    leaves_out_clipping: ("the sum over ranks of", "norms", "gather weights"),
+    takes_another_norm: ("the largest over ranks of", "the sum over ranks of"),
+    ends_one_batch_early: ("torch.distributed.barrier", "diverging_loops.py", "zc.join"),
+    raises_and_goes_on: ("some rank has cleared its gradients",),
+    adds_a_backward_after_clipping: ("reduce buckets", "norms of gradients"),
+}
 IN_STAGE_3: list[Run] = [asks_for_whole_weights_alone, evaluates_alone]
 ALL: list[tuple[Run, int, int]] = [
     *((run, stage, odd) for run in IN_EVERY_STAGE for stage in (1, 2, 3) for odd in (0, 1)),

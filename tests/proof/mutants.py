@@ -10,7 +10,7 @@ from torch import fx
 
 from zc.passes.base import copy_graph
 from zc.schedule.buffer import COMM, Buffer
-from zc.schedule.nodes import change, ops, put, stream_of
+from zc.schedule.nodes import change, ops, stream_of
 from zc.schedule.spec import BucketOp, RecordEvent, Segment, Sync, WaitEvent, renamed
 
 Edit = Callable[[fx.Graph, dict[fx.Node, fx.Node]], None]  # of a copy, given where each node went
@@ -86,15 +86,3 @@ def of(graph: fx.Graph, every: int = 1) -> Iterator[tuple[str, str, fx.Graph]]:
     edits = ((kind, name, edit) for kind, make in KINDS.items() for name, edit in make(graph))
     for kind, name, edit in itertools.islice(edits, 0, None, every):
         yield kind, name, edited(graph, edit)
-
-
-def wait_twice(graph: fx.Graph) -> Iterator[tuple[str, str, fx.Graph]]:
-    """No race, and one wait more than needed."""
-    for node, op in ops(graph):
-        if isinstance(op, WaitEvent):
-
-            def edit(g: fx.Graph, where: dict[fx.Node, fx.Node], n: fx.Node = node, op: WaitEvent = op) -> None:
-                with g.inserting_after(where[n]):
-                    put(g, op, stream=stream_of(n))
-
-            yield "wait doubled", node.name, edited(graph, edit)

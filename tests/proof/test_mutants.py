@@ -8,7 +8,7 @@ import adversary
 import mutants
 import pytest
 import simulation
-from schedules import cases, make, schedule, surrounded
+from schedules import cases, surrounded
 from simulation import Case, is_wrong, plan_of, replaced
 from tiers import FULL
 
@@ -72,12 +72,3 @@ def test_some_order_shows_what_verify_rejects() -> None:
                     missed.append(f"{case.name}: {name}")
     print(f"\nwrong under some order: {caught}/{total}", *missed)
     assert total > (400 if FULL else 130) and caught >= 0.95 * total
-
-
-def test_a_wait_too_many_is_rejected() -> None:
-    """Each existing wait once more, on its own stream, behind itself."""
-    plan = make(4, ring=2)
-    graph = schedule("mlp", plan)
-    for _, name, doubled in mutants.wait_twice(graph):
-        faults = examine(doubled, plan)
-        assert faults.redundant and not faults.races, name

@@ -113,14 +113,6 @@ def shorter_staging(graph: fx.Graph) -> Iterator[tuple[str, str, fx.Graph]]:
         yield "staging shortened", name, mutants.edited(graph, edit)
 
 
-@pytest.mark.parametrize("case", ALL, ids=lambda c: c.name)
-def test_a_wait_too_many_is_rejected(case: Case) -> None:
-    for graph in dict.fromkeys(case.graphs):
-        for _, name, doubled in list(mutants.wait_twice(graph))[:: 1 if FULL else 4]:
-            faults = examine(doubled, plan_of(graph))
-            assert faults.redundant and not faults.races, name
-
-
 def edited(graph: fx.Graph, kind: type[Op], how: str, plan: object) -> list[str]:
     """What verify says after one node of this kind was dropped, doubled or given another bucket's number."""
     new = copy_graph(graph)
