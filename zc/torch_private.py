@@ -32,6 +32,24 @@ _T = TypeVar("_T", bound=torch.Tensor)
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
+# no need to ask what these do: they read no element
+NO_VALUE = frozenset(
+    {
+        *(getattr(torch.Tensor, name).__get__ for name in (
+            "grad", "requires_grad", "is_leaf", "grad_fn", "shape", "dtype", "device", "layout", "ndim", "nbytes",
+            "is_cuda", "is_meta", "itemsize", "_version",
+        )),
+        *(getattr(torch.Tensor, name).__set__ for name in ("grad", "requires_grad")),
+        *(getattr(torch.Tensor, name) for name in (
+            "size", "numel", "nelement", "dim", "stride", "storage_offset", "element_size", "is_contiguous",
+            "is_floating_point", "is_complex", "get_device", "requires_grad_", "__len__",
+        )),
+        torch.is_tensor, torch.is_floating_point, torch.is_complex, torch.numel,
+        *(getattr(torch, f"{name}_like") for name in ("zeros", "ones", "empty", "full", "rand", "randn", "randint")),
+        *(getattr(torch.Tensor, f"new_{name}") for name in ("zeros", "ones", "empty", "empty_strided", "full")),
+        torch.Tensor.new_tensor,
+    }
+)  # fmt: skip
 _NUMBERS = itertools.count()  # of the functions compiled in this process; none comes twice
 
 

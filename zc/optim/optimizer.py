@@ -38,7 +38,7 @@ from zc.kernels.copy_writes import same_bits
 from zc.optim.assignment import is_known
 from zc.optim.flat_slices import FlatSlices, are_same
 from zc.optim.grad_shards import GradShards, ShardedGrad
-from zc.optim.local import REPLACED, second_object, with_zero_grad
+from zc.optim.local import REPLACED, ParamOfModel, second_object, with_zero_grad
 from zc.optim.sharded_value import ShardedValue
 from zc.optim.state_view import StateView
 from zc.optim.trials import Habits, calls_of_closure, candidates, habits_of, may_zero, mentions, on_slices
@@ -625,7 +625,15 @@ class ShardedOptimizer:
         self._updating, self.grad_shards.updating = changed, self.local
         self.num_updates += 1
         self._limit_groups(has_grads=True)
+        if not self._is_known:
+            self._set_class(nn.Parameter, ParamOfModel)
         return (self.local, *args[1:]), kwargs
+
+    def _set_class(self, old: type[nn.Parameter], new: type[nn.Parameter]) -> None:
+        ParamOfModel.optimizer = self.local if new is ParamOfModel else None
+        for param in self.runtime.params.values():
+            if type(param) is old:
+                param.__class__ = new
 
     @cached_property
     def _keeps_params(self) -> bool:
@@ -673,6 +681,7 @@ class ShardedOptimizer:
 
     def _after_step(self, *_: Any) -> None:
         changed, self._updating, self.grad_shards.updating = self._updating or (), None, None
+        self._set_class(ParamOfModel, nn.Parameter)
         cleared = [] if self._is_known else self._cleared(changed)
         before, self._weights_before = self._weights_before, []
         has_written = not all(map(same_bits, before, self._writes.weights_apart()))

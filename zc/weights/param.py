@@ -45,24 +45,7 @@ if TYPE_CHECKING:
 _OWNERS: Any = WeakIdKeyDictionary()  # parameter -> its ManagedParams
 _COMING: weakref.WeakSet[Weights] = weakref.WeakSet()  # of the models whose weights come, in this process
 
-# no need to ask what these do: they read no element
-_NO_VALUE = frozenset(
-    {
-        *(getattr(Tensor, name).__get__ for name in (
-            "grad", "requires_grad", "is_leaf", "grad_fn", "shape", "dtype", "device", "layout", "ndim", "nbytes",
-            "is_cuda", "is_meta", "itemsize", "_version",
-        )),
-        *(getattr(Tensor, name).__set__ for name in ("grad", "requires_grad")),
-        *(getattr(Tensor, name) for name in (
-            "size", "numel", "nelement", "dim", "stride", "storage_offset", "element_size", "is_contiguous",
-            "is_floating_point", "is_complex", "get_device", "requires_grad_", "__len__",
-        )),
-        torch.is_tensor, torch.is_floating_point, torch.is_complex, torch.numel,
-        *(getattr(torch, f"{name}_like") for name in ("zeros", "ones", "empty", "full", "rand", "randn", "randint")),
-        *(getattr(Tensor, f"new_{name}") for name in ("zeros", "ones", "empty", "empty_strided", "full", "tensor")),
-    }
-)  # fmt: skip
-_ALLOWED = _NO_VALUE | torch_private.hook_functions() | {Tensor.__hash__}
+_ALLOWED = torch_private.NO_VALUE | torch_private.hook_functions() | {Tensor.__hash__}
 _AS_ANOTHER = frozenset((Tensor.to, Tensor.type_as))  # of another tensor they read dtype and device
 _DATA: Any = Tensor.data
 _ADDRESSES = frozenset(getattr(Tensor, name) for name in dir(Tensor) if name.endswith("data_ptr"))
@@ -109,7 +92,7 @@ class ManagedParameter(nn.Parameter):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Any = None
     ) -> Any:
-        if func in _NO_VALUE and func not in _ASK_FOR_GRADS:
+        if func in torch_private.NO_VALUE and func not in _ASK_FOR_GRADS:
             with torch_private.without_torch_function():
                 return func(*args, **(kwargs or {}))
         return _ask(func, args, kwargs or {})
