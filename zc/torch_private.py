@@ -872,9 +872,9 @@ def keeps_graph() -> bool:
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
-def before_double_backward(call: Callable[[], None]) -> None:
+def before_double_backward(call: Callable[[], None]) -> bool:
     """Calls ``call`` before autograd differentiates the compiled backward that runs now, which AOTAutograd refuses. To
-    be called inside it, if it keeps its graph.
+    be called inside it, if it keeps its graph. Returns whether that may come: whether it runs with ``create_graph``.
 
     Relies on AOTAutograd running a backward with ``create_graph`` in the forward of an autograd function, whose node is
     its local variable ``double_ctx`` (2.11 to 2.15).
@@ -882,8 +882,10 @@ def before_double_backward(call: Callable[[], None]) -> None:
     frame = inspect.currentframe()
     while frame is not None and (frame.f_code.co_name != "forward" or "double_ctx" not in frame.f_code.co_varnames):
         frame = frame.f_back
-    if frame is not None:
-        frame.f_locals["double_ctx"].register_prehook(lambda _: call())
+    if frame is None:
+        return False
+    frame.f_locals["double_ctx"].register_prehook(lambda _: call())
+    return True
 
 
 def forward_metadata() -> Any:

@@ -310,6 +310,7 @@ def test_a_trial_changes_nothing_of_the_callers() -> None:
 
 
 UPDATES = {"number": 0}
+LAST = {"grad": torch.ones(2)}
 RATE = 1.0
 
 
@@ -326,6 +327,7 @@ class Decaying(Lion):
         UPDATES["number"] += 1
         Decaying.steps += 1
         self.log.append(Decaying.steps)
+        LAST["grad"] = torch.zeros(2)
         for param in self.param_groups[0]["params"]:
             param.sub_(param.grad, alpha=RATE / self.steps / UPDATES["number"])
 
@@ -333,7 +335,7 @@ class Decaying(Lion):
 def test_a_trial_counts_no_step_of_the_class() -> None:
     """Trials went on with the counts of a class, and with hooks of all optimizers (an average of the weights, a log):
     weights were 36 % off after 4 steps, in silence."""
-    calls: list[str] = []
+    calls, last = list[str](), LAST["grad"]
     optimizer = Decaying(matrices())
     before = register_optimizer_step_pre_hook(lambda *_: calls.append("before"))
     after = register_optimizer_step_post_hook(lambda *_: calls.append("after"))
@@ -342,6 +344,7 @@ def test_a_trial_counts_no_step_of_the_class() -> None:
         assert not habits_of(optimizer, optimizer.param_groups, CPU).draws
         calls_of_closure(optimizer)
         assert calls == [] and (Decaying.steps, Decaying.log, UPDATES, RATE) == (0, [], {"number": 0}, 1.0)
+        assert LAST["grad"] is last
         for param in optimizer.param_groups[0]["params"]:
             param.grad = torch.ones_like(param)
         optimizer.step()

@@ -366,13 +366,15 @@ def test_a_backend_s_own_error_is_not_wrapped(error: type[Exception], comes_as: 
 
 @contract("before_double_backward", "double_ctx of the function in which AOTAutograd runs a backward with create_graph")
 def test_a_call_comes_before_the_backward_of_a_compiled_backward() -> None:
+    creates_graph: list[bool] = []
+
     def refuse() -> None:
         raise ValueError("none")
 
     def hook(gm: fx.GraphModule, inputs: list[Any], **kwargs: Any) -> Any:
         def run(args: list[Any]) -> Any:
             if kwargs.get("is_backward"):
-                torch_private.before_double_backward(refuse)
+                creates_graph.append(torch_private.before_double_backward(refuse))
             return gm(*args)
 
         return torch_private.boxed(run)
@@ -382,6 +384,7 @@ def test_a_call_comes_before_the_backward_of_a_compiled_backward() -> None:
     compiled = torch.compile(torch.sin, backend=lambda gm, inputs: torch_private.compile_graph(gm, inputs, hook, {}))
     compiled(x).sum().backward(retain_graph=True)
     (grad,) = torch.autograd.grad(compiled(x).sum(), [x], create_graph=True)
+    assert creates_graph == [False, True]
     with pytest.raises(ValueError, match="none"):
         grad.sum().backward()
 

@@ -390,8 +390,8 @@ class CompiledBackward(CompiledGraph):
             raise ZcError(
                 "backward() through a model that is gone: keep the model or its optimizer until the last backward"
             ) from None
-        if torch_private.keeps_graph():
-            torch_private.before_double_backward(_refuse_double_backward)
+        if torch_private.keeps_graph() and torch_private.before_double_backward(_refuse_double_backward):
+            self.runtime.with_graph.update(self.runtime.params)
         return self.runtime.run_program(program, args)
 
     def program(self, args: Sequence[Any]) -> Program:

@@ -591,9 +591,17 @@ def _undoing_counts(cls: type[Optimizer]) -> Iterator[None]:
                 put(name, item)
             if isinstance(item, list):
                 item[:] = value
-            elif isinstance(item, (dict, set)) and item != value:
+            elif isinstance(item, set):
+                item.intersection_update(value)
+                item.update(value)
+            elif isinstance(item, dict) and _identities(item) != _identities(value):
                 item.clear()
                 item.update(value)
+
+
+def _identities(items: dict[Any, Any]) -> list[int]:
+    """Of keys and values: equality would ask tensors for a bool."""
+    return [id(each) for pair in items.items() for each in pair]
 
 
 def _states_of_python() -> bytes:
