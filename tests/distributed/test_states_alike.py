@@ -85,6 +85,29 @@ def _keep_counts(optimizer: Any, params: list[nn.Parameter], step: int) -> None:
         state[param]["count"] = torch.full_like(param, float(count))
 
 
+def _write_a_count_of_before(optimizer: Any, params: list[nn.Parameter], step: int) -> None:
+    """The count of a state that is gone is the loop's alone."""
+    state = optimizer.state
+    for param in params if step == 0 else ():
+        if param in state:
+            vars(optimizer).setdefault("counts", []).append(state[param]["step"])
+            del state[param]
+    if step == 3:
+        for count in optimizer.counts:
+            count.fill_(50.0)
+
+
+def _reset_some(optimizer: Any, params: list[nn.Parameter], step: int) -> None:
+    """A rank that has one of these, and nothing of the others, shows others' counts as they are."""
+    for param in (params[0], params[4]) if step == 2 else ():
+        optimizer.state[param] = {}
+
+
+def _count_some_anew(optimizer: Any, params: list[nn.Parameter], step: int) -> None:
+    for param in (params[0], params[4]) if step == 3 else ():
+        optimizer.state[param]["step"] = torch.tensor(0.0)
+
+
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": lambda params: torch.optim.AdamW(params, lr=0.01),
     "adafactor": lambda params: torch.optim.Adafactor(params, lr=0.01),  # whole parameters, each on one rank
@@ -122,7 +145,8 @@ def _compare(rank: int, world_size: int, name: str, edit: Any) -> tuple[Any, Any
     ("name", "edit"),
     [("adamw", _nothing), ("adamw", _reset), ("adamw", _clear), ("adamw", _count_anew), ("adamw", _delete),
      ("adamw", _swap), ("adamw", _take_turns), ("adamw", _take_turns_as_a_whole), ("adamw", _keep_counts),
-     ("adafactor", _nothing), ("adafactor", _take_turns), ("adafactor", _keep_counts)],
+     ("adafactor", _nothing), ("adafactor", _take_turns), ("adafactor", _keep_counts),
+     ("adafactor", _write_a_count_of_before), ("adafactor", _reset_some), ("adafactor", _count_some_anew)],
 )
 def test_ranks_see_states_alike(name: str, edit: Any) -> None:
     """A rank without a slice raised KeyError, and the others waited; or it showed another parameter's count."""

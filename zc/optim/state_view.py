@@ -11,6 +11,7 @@ shows the same keys as others, learned from a state that it has, so that loops o
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
@@ -80,7 +81,7 @@ class StateView(MutableMapping[Any, Any]):
         self._held: weakref.WeakValueDictionary[str, ParamState] = weakref.WeakValueDictionary()
         self._noted: list[list[bool]] = []  # of the last update, which parameters had a gradient
         self._with_gradient: frozenset[str] = frozenset()  # their names
-        self._num_updates = Counter[str]()  # of each parameter
+        self._num_updates = Counter[str]()  # of each parameter, since its state began or from the count written there
         self._trials: dict[int, dict[Any, Any]] = {}  # states of small data, by the number of dimensions
         self._added: dict[str, set[Any]] = {}  # keys that the caller has put into a state, and the class does not make
         # Of parameters without a slice here, by name and key: the numbers that somebody holds, such as a count of
@@ -123,6 +124,7 @@ class StateView(MutableMapping[Any, Any]):
         self._check_shapes(name, items)
         self._let_go(name)
         self._keep(name, {})
+        del self._num_updates[name]
         for item_key, item in items.items():
             self.write(name, item_key, item)
         if isinstance(value, ParamState) and value._of_class() is None:  # let go before, and put back now
@@ -307,6 +309,9 @@ class StateView(MutableMapping[Any, Any]):
             self._added.setdefault(name, set()).add(key)
         for where in [where for where, held in self._numbers.items() if held is value]:
             del self._numbers[where]  # it is one of this parameter's now
+        is_number = isinstance(value, int | float) or (isinstance(value, Tensor) and value.dim() == 0)
+        if key == "step" and is_number and math.isfinite(value):
+            self._num_updates[name] = int(value)  # from which `_like_others` tells another's count
         kept[key] = self.owner.taken(name, value)
         return self._items_of(name)[key]
 
