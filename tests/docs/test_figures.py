@@ -42,7 +42,7 @@ def run(case: str, provider: str, column: str, file: str = "run.csv", **chosen: 
 
 
 def in_turn(case: str, provider: str) -> Row:
-    return run(case, provider, "p50_ms", "turns.csv", session="2026-11-25T07:29:59Z")  # zc and DDP
+    return run(case, provider, "p50_ms", "turns.csv", session="2026-11-29T08:54:17Z")  # zc and DDP
 
 
 def update(what: str, column: str) -> Row:
