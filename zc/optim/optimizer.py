@@ -681,7 +681,8 @@ class ShardedOptimizer:
 
     def _after_step(self, *_: Any) -> None:
         changed, self._updating, self.grad_shards.updating = self._updating or (), None, None
-        self._set_class(ParamOfModel, nn.Parameter)
+        if not self._is_known:
+            self._set_class(ParamOfModel, nn.Parameter)
         cleared = [] if self._is_known else self._cleared(changed)
         before, self._weights_before = self._weights_before, []
         has_written = not all(map(same_bits, before, self._writes.weights_apart()))
