@@ -1,5 +1,5 @@
 """Guards a compiled model against operations that other code applies to any module: moves, DDP, flattening of RNNs,
-pickles and copies, forward-mode derivatives.
+pickles and copies.
 
 A framework may move the model to the device that it is on, under another name (``cpu:0``). That would copy all weights
 out of their buckets, and no update would reach the copies, so a move that changes nothing is skipped. On a GPU,

@@ -686,18 +686,32 @@ class Averaging(torch.optim.SGD):
 
 def test_a_step_that_reads_the_model_is_refused() -> None:
     """It read the weights of before the update, in silence: the average was 5 to 17 % off after four updates. After
-    the error, and in a hook, they are read as ever."""
+    an error or Ctrl-C, in a hook, and in another thread they are read as ever."""
     model, average = nn.Linear(4, 2), nn.Linear(4, 2).requires_grad_(False)
     optimizer = Averaging(model, average)
     zc.compile(model, optimizer, stage=2, backend="eager")
-    model(torch.ones(1, 4)).sum().backward()
-    with pytest.raises(zc.ZcError, match=r"Averaging.step\(\) met a parameter of the model, of shape \(2, 4\).*hook"):
+    weight, read = model.weight, list[Tensor]()
+
+    def update() -> None:
+        optimizer.zero_grad()
+        model(torch.ones(1, 4)).sum().backward()
         optimizer.step()
-    assert torch.equal(model.weight, model.weight.detach().clone())
+
+    with pytest.raises(zc.ZcError, match=r"Averaging.step\(\) met a parameter of the model, of shape \(2, 4\).*hook"):
+        update()
+    assert type(weight) is nn.Parameter and torch.equal(weight, weight.detach().clone())
+
+    def models() -> Any:
+        thread = threading.Thread(target=lambda: read.append(weight.detach().clone()))
+        thread.start()
+        thread.join()
+        raise KeyboardInterrupt
+
+    optimizer.models = models
+    with pytest.raises(KeyboardInterrupt):
+        update()
+    assert type(weight) is nn.Parameter and len(read) == 1
     optimizer.models = lambda: (nn.Module(), nn.Module())
-    optimizer.zero_grad()
-    model(torch.ones(1, 4)).sum().backward()
-    read: list[Tensor] = []
-    optimizer.register_step_post_hook(lambda *_: read.append(model.weight.detach().clone()))
-    optimizer.step()
-    assert torch.equal(read[0], model.weight) and type(model.weight) is nn.Parameter
+    optimizer.register_step_post_hook(lambda *_: read.append(weight.detach().clone()))
+    update()
+    assert type(weight) is nn.Parameter and torch.equal(read[1], weight)

@@ -130,20 +130,20 @@ class Buffers:
         """Allocates the tensors of the plan's next bucket that live as long as the plan."""
         allocations = of_bucket(self.plan, bucket)
         lasting = [each for each in allocations if each.lifetime is Lifetime.PLAN]
-        made = {
+        tensors = {
             each.kind: self._zeros(each.numel(bucket, self.rank), each.dtype, bucket.device, on_host=each.on_host)
             for each in lasting
         }
         if bucket.is_frozen:
             assert bucket.index == FIRST_FROZEN + len(self.frozen)
-            self.frozen.append(made["frozen"])
+            self.frozen.append(tensors["frozen"])
             return
         assert bucket.index == len(self.flat_param)
-        self.flat_param.append(made.get("flat_param", empty(0, bucket.param_dtype, bucket.device)))
-        for kind in made.keys() & {"weight", "host", "published"}:
-            self._of_kind[kind].append(made[kind])
-        parameters = made["weight"] if "weight" in made else self.owned(made["flat_param"], bucket)
-        self.master_shard.append(made.get("master_shard", parameters))
+        self.flat_param.append(tensors.get("flat_param", empty(0, bucket.param_dtype, bucket.device)))
+        for kind in tensors.keys() & {"weight", "host", "published"}:
+            self._of_kind[kind].append(tensors[kind])
+        parameters = tensors["weight"] if "weight" in tensors else self.owned(tensors["flat_param"], bucket)
+        self.master_shard.append(tensors.get("master_shard", parameters))
         for acc in (each for each in allocations if each.kind == "acc"):
             self.acc.append(empty(0, acc.dtype, bucket.device))
             self._numel_acc.append(acc.numel(bucket, self.rank))
@@ -297,7 +297,7 @@ class Buffers:
 
     def acc_copies(self, bucket: Bucket) -> list[Tensor]:
         """[S] each: all copies of the reduced gradient. Code that changes the gradient in place must change each."""
-        return [self.shard(tensors[bucket.index], bucket) for tensors in (self.host, self.acc) if tensors]
+        return [self.shard(acc, bucket) for acc in self.accs_of(bucket.index)]
 
     def accs_of(self, bucket: int) -> list[Tensor]:
         """The accumulators of a bucket, [S] or [P], in host memory and on the device."""

@@ -11,22 +11,17 @@ the frozen ones itself. One that fails without gradients (`needs_a_gradient`) se
 
 from __future__ import annotations
 
-import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType, MethodType
 from typing import Any
 
-from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zc import torch_private
-from zc.errors import ZcError, not_its_own
 
 # methods that zc replaces on the caller's object (zc/optim/optimizer.py), beside those of its class alone
 REPLACED = ("step", "zero_grad", "add_param_group", "state_dict", "load_state_dict")
-
-_ALLOWED = torch_private.NO_VALUE | torch_private.hook_functions() | {Tensor.__hash__}
 
 
 class _OfClass:
@@ -96,32 +91,3 @@ def class_of(optimizer: Optimizer) -> type[Optimizer]:
     """The caller's class, also of a second object."""
     cls = type(optimizer)
     return cls.__bases__[0] if vars(cls).get("__setstate__") is _set_state else cls
-
-
-class ParamOfModel(nn.Parameter):
-    """The class of the model's parameters while the step of a class that zc does not know runs. It updates slices: what
-    the model has is old, or in parts new, until the step has ended."""
-
-    optimizer: Optimizer | None = None  # the second object whose step runs
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> nn.Parameter:  # type: ignore[misc]
-        return nn.Parameter(*args, **kwargs)
-
-    @classmethod
-    @torch_private.not_compiled_alone
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Any = None
-    ) -> Any:
-        owner = ParamOfModel.optimizer
-        frame = inspect.currentframe() if func not in _ALLOWED else None
-        while frame is not None and owner is not None:
-            if frame.f_code.co_name == "step" and id(frame.f_locals.get("self")) == id(owner):
-                shape = next(tuple(p.shape) for p in torch_private.tensors_in((args, kwargs)) if isinstance(p, cls))
-                raise ZcError(
-                    f"{type(owner).__name__}.step() met a parameter of the model, of shape {shape}, which has its new "
-                    f"values when the step has ended: {not_its_own(owner)}. Or read it in a hook "
-                    "(register_step_post_hook)"
-                )
-            frame = frame.f_back
-        with torch_private.without_torch_function():
-            return func(*args, **(kwargs or {}))

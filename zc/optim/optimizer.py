@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import threading
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -33,12 +34,13 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from zc import torch_private
 from zc.engine.memory_order import Sent, change_each, flattened, in_shape, is_cut, joined
+from zc.engine.param_checks import ParamOfModel
 from zc.errors import PlanError, ZcError, kept_params, not_its_own
 from zc.kernels.copy_writes import same_bits
 from zc.optim.assignment import is_known
 from zc.optim.flat_slices import FlatSlices, are_same
 from zc.optim.grad_shards import GradShards, ShardedGrad
-from zc.optim.local import REPLACED, ParamOfModel, second_object, with_zero_grad
+from zc.optim.local import REPLACED, second_object, with_zero_grad
 from zc.optim.sharded_value import ShardedValue
 from zc.optim.state_view import StateView
 from zc.optim.trials import Habits, calls_of_closure, candidates, habits_of, may_zero, mentions, on_slices
@@ -626,14 +628,19 @@ class ShardedOptimizer:
         self.num_updates += 1
         self._limit_groups(has_grads=True)
         if not self._is_known:
+            ParamOfModel.stepping = threading.get_ident(), self.local
             self._set_class(nn.Parameter, ParamOfModel)
         return (self.local, *args[1:]), kwargs
 
     def _set_class(self, old: type[nn.Parameter], new: type[nn.Parameter]) -> None:
-        ParamOfModel.optimizer = self.local if new is ParamOfModel else None
         for param in self.runtime.params.values():
             if type(param) is old:
                 param.__class__ = new
+
+    def show_params(self) -> None:
+        """The step of a class that zc does not know has ended: the model's parameters are read as ever."""
+        ParamOfModel.stepping = None
+        self._set_class(ParamOfModel, nn.Parameter)
 
     @cached_property
     def _keeps_params(self) -> bool:
@@ -682,7 +689,7 @@ class ShardedOptimizer:
     def _after_step(self, *_: Any) -> None:
         changed, self._updating, self.grad_shards.updating = self._updating or (), None, None
         if not self._is_known:
-            self._set_class(ParamOfModel, nn.Parameter)
+            self.show_params()
         cleared = [] if self._is_known else self._cleared(changed)
         before, self._weights_before = self._weights_before, []
         has_written = not all(map(same_bits, before, self._writes.weights_apart()))
@@ -829,6 +836,8 @@ def replace_methods(model: nn.Module, sharded: ShardedOptimizer) -> None:
             raise
         finally:
             held.grad_shards.updating = None  # Ctrl-C may have cut it off
+            if ParamOfModel.stepping is not None:
+                held.show_params()
         held.runtime.group.raised = ""
         return result
 

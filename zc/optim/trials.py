@@ -527,8 +527,8 @@ def update_copy(
     # Eager: Dynamo skips a frame for good that it first meets under a dispatch mode, here that of watching_collectives.
     eager = torch.compiler.set_stance("force_eager")
     edits_data = [False] * len(params)
-    alone = torch_private.without_global_step_hooks(), _undoing_counts(class_of(optimizer))
-    with forked, _drawing_apart(seed), eager, alone[0], alone[1], torch_private.watching_collectives(refuse):
+    counts, hooks = _undoing_counts(class_of(optimizer)), torch_private.without_global_step_hooks()
+    with forked, _drawing_apart(seed), counts, hooks, eager, torch_private.watching_collectives(refuse):
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would leave other devices' generators changed
         for device in devices:
             with torch.accelerator.device_index(device.index):

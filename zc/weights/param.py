@@ -35,6 +35,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from zc import torch_private
+from zc.engine.param_checks import AskingParameter
 from zc.errors import ZcError, not_its_own, optimizer_in_step
 from zc.planning.layout import own_strides
 
@@ -80,22 +81,41 @@ def _weights_of(param: Tensor) -> Weights | None:
     return owner.weights() if owner is not None else None
 
 
-class ManagedParameter(nn.Parameter):
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _ask(func: Any, args: Any, kwargs: Any) -> Any:
+    """Calls a function of parameters that can't be read without asking."""
+    if _COMING:
+        params = _params_in(args, kwargs)
+        for weights in list(_COMING):
+            weights.read(params)  # without any the read is of an unknown one, and waits for all
+        if params and not any(type(param) is ManagedParameter for param in params):
+            return func(*args, **kwargs)  # they have their own class again
+    if func is Tensor.copy_ and isinstance(args[0], ManagedParameter):
+        loading = _weights_of(args[0])
+        if loading is not None and loading.load_value(args[0], args[1]):  # part of a load_state_dict
+            return args[0]
+    if func is torch.autograd.grad:
+        return _grad(*args, **kwargs)
+    if func in _BACKWARD:
+        return _backward(func, _params_in(args, kwargs), args, kwargs)
+    try:
+        return _call(func, args, kwargs)
+    except TypeError:  # make_fx knows no class of ours
+        params = _params_in(args, kwargs)
+        if get_proxy_mode() is None or not params:
+            raise
+        raise ZcError(
+            f"make_fx (torch.func.linearize) traces a parameter of shape {tuple(params[0].shape)}, and with "
+            f"{_why(params[0])} that is not a plain one. Call it inside `with zc.whole_parameters(model):` on all "
+            "ranks, or take torch.func.jvp"
+        ) from None
+
+
+class ManagedParameter(AskingParameter):
     """The class of a parameter while it can't be read without asking."""
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> nn.Parameter:  # type: ignore[misc]
-        """``type(param)(...)`` is meant to make an ordinary parameter."""
-        return nn.Parameter(*args, **kwargs)
-
-    @classmethod
-    @torch_private.not_compiled_alone
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Any = None
-    ) -> Any:
-        if func in torch_private.NO_VALUE and func not in _ASK_FOR_GRADS:
-            with torch_private.without_torch_function():
-                return func(*args, **(kwargs or {}))
-        return _ask(func, args, kwargs or {})
+    reads_nothing = torch_private.NO_VALUE - _ASK_FOR_GRADS
+    ask = staticmethod(_ask)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Never raises: debuggers print parameters, too."""
@@ -130,36 +150,6 @@ class AbsentView(Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"view of shape {tuple(self.shape)} of a parameter without bytes (zc, {_why(self.param)})"
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _ask(func: Any, args: Any, kwargs: Any) -> Any:
-    """Calls a function of parameters that can't be read without asking."""
-    if _COMING:
-        params = _params_in(args, kwargs)
-        for weights in list(_COMING):
-            weights.read(params)  # without any the read is of an unknown one, and waits for all
-        if params and not any(type(param) is ManagedParameter for param in params):
-            return func(*args, **kwargs)  # they have their own class again
-    if func is Tensor.copy_ and isinstance(args[0], ManagedParameter):
-        loading = _weights_of(args[0])
-        if loading is not None and loading.load_value(args[0], args[1]):  # part of a load_state_dict
-            return args[0]
-    if func is torch.autograd.grad:
-        return _grad(*args, **kwargs)
-    if func in _BACKWARD:
-        return _backward(func, _params_in(args, kwargs), args, kwargs)
-    try:
-        return _call(func, args, kwargs)
-    except TypeError:  # make_fx knows no class of ours
-        params = _params_in(args, kwargs)
-        if get_proxy_mode() is None or not params:
-            raise
-        raise ZcError(
-            f"make_fx (torch.func.linearize) traces a parameter of shape {tuple(params[0].shape)}, and with "
-            f"{_why(params[0])} that is not a plain one. Call it inside `with zc.whole_parameters(model):` on all "
-            "ranks, or take torch.func.jvp"
-        ) from None
 
 
 def _ask_for_func(tensor: Any) -> None:
