@@ -108,9 +108,33 @@ def _count_some_anew(optimizer: Any, params: list[nn.Parameter], step: int) -> N
         optimizer.state[param]["step"] = torch.tensor(0.0)
 
 
+def _zero_some_counts(optimizer: Any, params: list[nn.Parameter], step: int) -> None:
+    if step == 3:
+        optimizer.counts = [optimizer.state[param]["step"].zero_() for param in (params[0], params[4])]
+
+
+def _keep_some(optimizer: Any, params: list[nn.Parameter], step: int) -> None:
+    if step == 1:
+        optimizer.state = defaultdict(dict, {param: optimizer.state[param] for param in params[:2]})
+
+
+class FromTen(torch.optim.Optimizer):
+    """Counts from ten, in an int."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for param in (param for group in self.param_groups for param in group["params"] if param.grad is not None):
+            self.state[param]["step"] = self.state[param].get("step", 10) + 1
+            param.sub_(param.grad, alpha=0.1)
+
+
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": lambda params: torch.optim.AdamW(params, lr=0.01),
     "adafactor": lambda params: torch.optim.Adafactor(params, lr=0.01),  # whole parameters, each on one rank
+    "from ten": FromTen,
 }
 
 
@@ -146,7 +170,9 @@ def _compare(rank: int, world_size: int, name: str, edit: Any) -> tuple[Any, Any
     [("adamw", _nothing), ("adamw", _reset), ("adamw", _clear), ("adamw", _count_anew), ("adamw", _delete),
      ("adamw", _swap), ("adamw", _take_turns), ("adamw", _take_turns_as_a_whole), ("adamw", _keep_counts),
      ("adafactor", _nothing), ("adafactor", _take_turns), ("adafactor", _keep_counts),
-     ("adafactor", _write_a_count_of_before), ("adafactor", _reset_some), ("adafactor", _count_some_anew)],
+     ("adafactor", _write_a_count_of_before), ("adafactor", _reset_some), ("adafactor", _count_some_anew),
+     ("adafactor", _zero_some_counts), ("from ten", _nothing), ("from ten", _count_some_anew),
+     ("from ten", _keep_some)],
 )
 def test_ranks_see_states_alike(name: str, edit: Any) -> None:
     """A rank without a slice raised KeyError, and the others waited; or it showed another parameter's count."""

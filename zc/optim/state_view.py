@@ -11,7 +11,6 @@ shows the same keys as others, learned from a state that it has, so that loops o
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
@@ -81,7 +80,8 @@ class StateView(MutableMapping[Any, Any]):
         self._held: weakref.WeakValueDictionary[str, ParamState] = weakref.WeakValueDictionary()
         self._noted: list[list[bool]] = []  # of the last update, which parameters had a gradient
         self._with_gradient: frozenset[str] = frozenset()  # their names
-        self._num_updates = Counter[str]()  # of each parameter, since its state began or from the count written there
+        self._num_updates = Counter[str]()  # of each parameter
+        self._first_count: float | None = None  # the class's `step` before a parameter's first update, once it is known
         self._trials: dict[int, dict[Any, Any]] = {}  # states of small data, by the number of dimensions
         self._added: dict[str, set[Any]] = {}  # keys that the caller has put into a state, and the class does not make
         # Of parameters without a slice here, by name and key: the numbers that somebody holds, such as a count of
@@ -124,7 +124,6 @@ class StateView(MutableMapping[Any, Any]):
         self._check_shapes(name, items)
         self._let_go(name)
         self._keep(name, {})
-        del self._num_updates[name]
         for item_key, item in items.items():
             self.write(name, item_key, item)
         if isinstance(value, ParamState) and value._of_class() is None:  # let go before, and put back now
@@ -274,10 +273,8 @@ class StateView(MutableMapping[Any, Any]):
         else:
             items = _without_elements(self._of_trial(num_dims), torch.Size(SHAPE[:num_dims]))
         if "step" in items:
-            of_like = state[owner.slices[like]].get("step", 0) if like is not None else 0
-            more = self.num_updates_of(name) - (self.num_updates_of(like) if like is not None else 0)
-            step = items["step"]
-            items["step"] = torch.full_like(step, float(of_like + more)) if isinstance(step, Tensor) else of_like + more
+            step, count = items["step"], (self._first_count or 0.0) + self.num_updates_of(name)
+            items["step"] = torch.full_like(step, count) if isinstance(step, Tensor) else type(step)(count)
         for key, item in items.items() if name not in self._elsewhere else ():
             if isinstance(item, Tensor) and item.dim() == 0:
                 items[key] = held = self._numbers.setdefault((name, key), item)
@@ -309,9 +306,6 @@ class StateView(MutableMapping[Any, Any]):
             self._added.setdefault(name, set()).add(key)
         for where in [where for where, held in self._numbers.items() if held is value]:
             del self._numbers[where]  # it is one of this parameter's now
-        is_number = isinstance(value, int | float) or (isinstance(value, Tensor) and value.dim() == 0)
-        if key == "step" and is_number and math.isfinite(value):
-            self._num_updates[name] = int(value)  # from which `_like_others` tells another's count
         kept[key] = self.owner.taken(name, value)
         return self._items_of(name)[key]
 
@@ -342,7 +336,7 @@ class StateView(MutableMapping[Any, Any]):
                 self._check_shapes(name, dict(item))
         view, past = StateView(self.owner), dict(self)
         view._noted, view._with_gradient, view._trials = self._noted, self._with_gradient, self._trials
-        view._num_updates = self._num_updates
+        view._num_updates, view._first_count = self._num_updates, self._first_count
         self.clear()
         stand_in = SimpleNamespace(name_of=lambda key: None, state_of_class=past, slices={}, away={},
                                    optimizer=SimpleNamespace(param_groups=[]))  # fmt: skip
@@ -385,14 +379,25 @@ class StateView(MutableMapping[Any, Any]):
     def note_update(self, changed: Sequence[int]) -> None:
         """The class has updated the parameters in these buckets that have a gradient."""
         noted = [self.owner.runtime.accumulators.touched[index] for index in changed]
-        if noted != self._noted:
+        is_new = noted != self._noted
+        if is_new:
             self._noted = [list(flags) for flags in noted]
             self._with_gradient = frozenset(self.owner.grad_shards.touched(changed))
             self.note(self._with_gradient)
         self._num_updates.update(self._with_gradient)
+        if is_new and self._first_count is None:
+            self._learn_first_count()
         for name in self._with_gradient & self._elsewhere.keys() if self._elsewhere else ():
             self._elsewhere[name] = _updated(self._elsewhere[name], self._like_others(name) or {})
         self.refresh()
+
+    def _learn_first_count(self) -> None:
+        """After the first update of a slice, when the loop has not written its state yet."""
+        for name in self._with_gradient & self.owner.slices.keys():
+            step = self.owner.state_of_class.get(self.owner.slices[name], {}).get("step")
+            if isinstance(step, int | float) or (isinstance(step, Tensor) and step.dim() == 0):
+                self._first_count = float(step) - self._num_updates[name]
+                return
 
     def refresh(self) -> None:
         """The class's state may have changed: what the caller still holds shows it."""
