@@ -23,11 +23,16 @@ Places = Sequence[tuple[dict[str, Any], str, nn.Parameter]]  # of parameters: a 
 BlockPlaces = tuple[weakref.ref[nn.Module], list[tuple[dict[str, Any], str, nn.Parameter]]]  # of one block
 
 
-class AskingParameter(nn.Parameter):
-    """A parameter while functions that read it `ask` first; those in ``reads_nothing`` don't."""
+_Function = Callable[..., Any]
+_ASKED: dict[type, tuple[_Function, frozenset[Any]]] = {}  # of each class below
 
-    reads_nothing: ClassVar[frozenset[Any]] = torch_private.NO_VALUE
-    ask: ClassVar[Callable[..., Any]]  # with a function, its positional and its keyword arguments: calls it, or raises
+
+class AskingParameter(nn.Parameter):
+    """A parameter while functions that read it go through ``ask``, with the function, its positional and its keyword
+    arguments; those in ``reads_nothing`` don't. Nothing of this is an attribute: ``dir(param)`` is a plain one's."""
+
+    def __init_subclass__(cls, ask: _Function, reads_nothing: frozenset[Any]) -> None:
+        _ASKED[cls] = ask, reads_nothing
 
     def __new__(cls, *args: Any, **kwargs: Any) -> nn.Parameter:  # type: ignore[misc]
         """``type(param)(...)`` is meant to make an ordinary parameter."""
@@ -35,35 +40,37 @@ class AskingParameter(nn.Parameter):
 
     @classmethod
     @torch_private.not_compiled_alone
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Any = None
-    ) -> Any:
-        if func in cls.reads_nothing:
+    def __torch_function__(cls, func: _Function, types: Iterable[type], args: Any = (), kwargs: Any = None) -> Any:
+        ask, reads_nothing = _ASKED[cls]
+        if func in reads_nothing:
             with torch_private.without_torch_function():
                 return func(*args, **(kwargs or {}))
-        return cls.ask(func, args, kwargs or {})
+        return ask(func, args, kwargs or {})
 
 
-class ParamOfModel(AskingParameter):
+def _ask_in_step(func: _Function, args: Any, kwargs: Any) -> Any:
+    thread, optimizer = ParamOfModel.stepping or (None, None)
+    if optimizer is not None and thread == threading.get_ident():
+        tensors = torch_private.tensors_in((args, kwargs))
+        shape = next(tuple(each.shape) for each in tensors if isinstance(each, ParamOfModel))
+        raise ZcError(
+            f"{type(optimizer).__name__}.step() met a parameter of the model, of shape {shape}, which has its new "
+            f"values when the step has ended: {not_its_own(optimizer)}. Or read it in a hook "
+            "(register_step_post_hook)"
+        )
+    with torch_private.without_torch_function():
+        return func(*args, **kwargs)
+
+
+class ParamOfModel(
+    AskingParameter,
+    ask=_ask_in_step,
+    reads_nothing=torch_private.NO_VALUE | torch_private.hook_functions() | {Tensor.__hash__},
+):
     """The class of the model's parameters while the step of a class that zc does not know runs. It updates slices: what
     the model has is old, or in parts new, until the step has ended. Other threads read it as under DDP."""
 
-    reads_nothing = torch_private.NO_VALUE | torch_private.hook_functions() | {Tensor.__hash__}
     stepping: ClassVar[tuple[int, Optimizer] | None] = None  # the thread, and the second object whose step runs there
-
-    @staticmethod
-    def ask(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        thread, optimizer = ParamOfModel.stepping or (None, None)
-        if optimizer is not None and thread == threading.get_ident():
-            tensors = torch_private.tensors_in((args, kwargs))
-            shape = next(tuple(each.shape) for each in tensors if isinstance(each, ParamOfModel))
-            raise ZcError(
-                f"{type(optimizer).__name__}.step() met a parameter of the model, of shape {shape}, which has its new "
-                f"values when the step has ended: {not_its_own(optimizer)}. Or read it in a hook "
-                "(register_step_post_hook)"
-            )
-        with torch_private.without_torch_function():
-            return func(*args, **kwargs)
 
 
 class Names:

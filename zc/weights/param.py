@@ -111,11 +111,8 @@ def _ask(func: Any, args: Any, kwargs: Any) -> Any:
         ) from None
 
 
-class ManagedParameter(AskingParameter):
+class ManagedParameter(AskingParameter, ask=_ask, reads_nothing=torch_private.NO_VALUE - _ASK_FOR_GRADS):
     """The class of a parameter while it can't be read without asking."""
-
-    reads_nothing = torch_private.NO_VALUE - _ASK_FOR_GRADS
-    ask = staticmethod(_ask)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Never raises: debuggers print parameters, too."""
