@@ -46,8 +46,9 @@ def test_a_view_that_outlives_an_update_is_refused_by_name(how: str) -> None:
     wanted = net.layer.weight.detach().sum() if how != "row" else net.layer.weight[1].sum()
     assert net.before[0].sum() == wanted, "before the update it has the values"
     kept, copy = net.before[0], net.before[0].clone()
-    with pytest.warns(UserWarning, match="shares memory with layer.weight outlives the update"):
+    with pytest.warns(UserWarning, match="shares memory with layer.weight outlives the update") as warned:
         optimizer.step()
+    assert {record.filename for record in warned} == {__file__}, "a warning stands at a line of the program"
     assert kept.shape == copy.shape, "what reads no element is answered"
     with pytest.raises(zc.ZcError, match=r"shape \(4, 8\) that was made before the last update"):
         kept.sum()

@@ -7,6 +7,7 @@ Hooks and Dynamo's caches refer to it by a `Part` or by `weakly`, which do not k
 
 from __future__ import annotations
 
+import inspect
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,6 +30,7 @@ from zc.passes.scheduling import scheduling
 from zc.planning.layout import Slot
 from zc.planning.plan import Bucket, Plan
 from zc.ranks.group import Group
+from zc.ranks.journal import frame_of_program
 from zc.ranks.routes import Routes
 
 if TYPE_CHECKING:
@@ -272,10 +274,16 @@ class Core:
 
 
 def warn(text: str) -> None:
-    """A warning at the caller's caller; where the program makes errors of warnings, a line in the log. A note breaks
-    nothing: one rank alone says it, and others wait for that rank."""
+    """A warning at the line of the program that led to it; where the program makes errors of warnings, a line in the
+    log. A note breaks nothing: one rank alone says it, and others wait for that rank."""
+    frame = frame_of_program(inspect.currentframe())
     try:
-        warnings.warn(text, stacklevel=4)
+        if frame is None:
+            warnings.warn(text, stacklevel=2)
+        else:
+            registry = frame.f_globals.setdefault("__warningregistry__", {})
+            module = frame.f_globals.get("__name__")
+            warnings.warn_explicit(text, UserWarning, frame.f_code.co_filename, frame.f_lineno, module, registry)
     except Warning:
         log.warning("%s", text)
 
