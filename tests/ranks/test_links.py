@@ -12,16 +12,16 @@ import pytest
 import torch
 
 from zc.planning.plan import Topology, flat
-from zc.ranks import neighbours
+from zc.ranks import hosts, neighbours
 from zc.ranks.neighbours import Links, Neighbours
 
 
 def test_hosts_and_their_order() -> None:
-    assert neighbours.topology_of(["a"] * 4) == (Topology(1, 4), None)
-    assert neighbours.topology_of(["a", "a", "b", "b"]) == (Topology(2, 2), None)
-    topology, why = neighbours.topology_of(["a", "b", "a", "b"])
+    assert hosts.topology_of(["a"] * 4) == (Topology(1, 4), None)
+    assert hosts.topology_of(["a", "a", "b", "b"]) == (Topology(2, 2), None)
+    topology, why = hosts.topology_of(["a", "b", "a", "b"])
     assert topology == flat(4) and why is not None and "do not have consecutive numbers" in why
-    topology, why = neighbours.topology_of(["a", "a", "b"])
+    topology, why = hosts.topology_of(["a", "a", "b"])
     assert topology == flat(3) and why is not None and "hosts have 2, 1 ranks" in why
     assert Topology(2, 3).neighbours(4) == (3, 5) and Topology(2, 3).host_of(2) == 0
 
