@@ -3,8 +3,8 @@ these, and the reads. (`zc.ranks.routes` has their routes, `zc.ranks.hosts` find
 them.) docs/proof.md says why nobody writes what another rank reads.
 
 A rank that has data for the others sends them its address (*full*). A rank that has read the data answers (*free*);
-then it may be written again. Signals are numbered: the k-th one of a rank ends the k-th wait of the others, so that no
-late or repeated message is taken for another one's.
+then it may be written again. All messages are numbered: the k-th one of a rank ends the k-th wait of the others, so
+that no late or repeated one is taken for another, such as one that a wait cut off by Ctrl-C has left.
 
 The sockets have small messages under keys, and waits that sleep in the kernel. They are Unix sockets without a name in
 any folder. The kernel closes them with the process, so a rank that waits for a killed one learns it at once. A message
@@ -43,17 +43,14 @@ ReadAll = Callable[[Mapping[int, bytes]], None]  # reads the data of the other r
 
 _PLACE = struct.Struct("<QQ")  # address, bytes
 FULL, FREE, ROW, VALUES = range(4)  # what a message is for
-_INDEX_BITS, _NUM_NUMBERS = 20, 2**28  # of a signal's key: its index, and how many numbers there are
+_INDEX_BITS, _NUM_NUMBERS = 20, 2**28  # of a message's key: its index, and how many numbers there are
 _CHUNK_NBYTES = 2**20  # of all ranks' rows that are summed at once, so that they stay in a core's own cache
 _REFUSED = (errno.EPERM, errno.EACCES, errno.ENOSYS)  # by the kernel, whatever the address
 
 
-def _key(message: int, kind: int, index: int) -> int:
-    return message << 56 | kind << 48 | index
-
-
-def _count(counts: Counter[int], key: int) -> int:
-    """Counts a signal under ``key``, or a wait for one. Returns the key with that number, which it alone has."""
+def _numbered(counts: Counter[int], message: int, kind: int = 0, index: int = 0) -> int:
+    """Counts a message, or a wait for one. Returns its key, with that number, which it alone has."""
+    key = message << 56 | kind << 48 | index
     counts[key] += 1
     return key | counts[key] % _NUM_NUMBERS << _INDEX_BITS
 
@@ -66,8 +63,7 @@ class Neighbours:
         self.rank, self.links, self.peers = rank, links, links.peers
         self.ranks = tuple(sorted((*self.peers, rank)))
         self._pids, self._reader = pids, reader
-        self._num_rows = 0  # the calling thread's
-        self._sent, self._awaited = Counter[int](), Counter[int]()  # signals by key; each key has one thread at a time
+        self._sent, self._awaited = Counter[int](), Counter[int]()  # messages by key; each key has one thread at a time
         self.journal: Journal | None = None
         self.numbers: Sequence[int] = range(self.ranks[-1] + 1)  # by which errors and waits name them
 
@@ -83,7 +79,7 @@ class Neighbours:
 
     def signal_full(self, kind: int, index: int, tensors: Mapping[int, Tensor] | Tensor) -> None:
         """Lets each other rank read its one of ``tensors``, contiguous, until it signals that it has done so."""
-        key = _count(self._sent, _key(FULL, kind, index))
+        key = _numbered(self._sent, FULL, kind, index)
         for peer in self.peers:
             tensor = tensors if isinstance(tensors, Tensor) else tensors.get(peer)
             place = _PLACE.pack(0, 0) if tensor is None else _PLACE.pack(tensor.data_ptr(), tensor.nbytes)
@@ -91,17 +87,17 @@ class Neighbours:
 
     def await_full(self, kind: int, index: int, places: dict[int, bytes]) -> Step:
         """``places`` <- by rank, the address of its data for this one. Done when all others may be read."""
-        return self._from_all(_count(self._awaited, _key(FULL, kind, index)), _PLACE.size, places)
+        return self._from_all(_numbered(self._awaited, FULL, kind, index), _PLACE.size, places)
 
     def signal_free(self, kind: int, index: int) -> None:
         """Tells the others that this rank has read their data."""
-        key = _count(self._sent, _key(FREE, kind, index))
+        key = _numbered(self._sent, FREE, kind, index)
         for peer in self.peers:
             self.links.send(peer, key, b"\0")
 
     def await_free(self, kind: int, index: int) -> Step:
         """Done when all others have read this rank's data."""
-        return self._from_all(_count(self._awaited, _key(FREE, kind, index)), 1, {})
+        return self._from_all(_numbered(self._awaited, FREE, kind, index), 1, {})
 
     def _from_all(self, key: int, nbytes: int, messages: dict[int, bytes]) -> Step:
         """``messages`` <- one message from each neighbour, by rank."""
@@ -186,7 +182,7 @@ class Neighbours:
         read, too. A step that was cut off may be done again."""
         self.signal_full(kind, index, sent)
         places: dict[int, bytes] = {}
-        free = _count(self._sent, _key(FREE, kind, index))
+        free = _numbered(self._sent, FREE, kind, index)
 
         def read(seconds: float | None) -> bool:
             read_all(places)
@@ -202,14 +198,13 @@ class Neighbours:
     def gather_bytes(self, rows: bytearray, row: bytes) -> tuple[Step, ...]:
         """``rows``, [ranks of the host * n] bytes <- every rank's ``row`` of n. The k-th call on one rank matches the
         k-th on the others."""
-        self._num_rows += 1
-        key, payloads = _key(ROW, 0, self._num_rows), {self.rank: row}
+        key, payloads = _numbered(self._sent, ROW), {self.rank: row}
         for peer in self.peers:
             self.links.send(peer, key, row)
 
         def join(seconds: float | None) -> bool:
             rows[:] = b"".join(payloads[rank] for rank in self.ranks)
-            self.links.drop(range(_key(ROW, 0, 0), key))
+            self.links.drop(range(ROW << 56, key))
             return True
 
         return self._from_all(key, len(row), payloads), join
@@ -217,7 +212,7 @@ class Neighbours:
     def reduce_(self, kind: int, value: Tensor, add: Callable[[Tensor, Tensor], Tensor]) -> tuple[Step, ...]:
         """``value``, small <- all ranks' values, combined in rank order: the same bits on all."""
         own = bytes(value.detach().contiguous().view(-1).view(torch.uint8).numpy())
-        key, payloads = _key(VALUES, kind, value.numel()), {self.rank: own}
+        key, payloads = _numbered(self._sent, VALUES, kind, value.numel()), {self.rank: own}
         for peer in self.peers:
             self.links.send(peer, key, own)
 
@@ -289,8 +284,11 @@ class Links:
         end = None if seconds is None else time.monotonic() + seconds
         with self._changed:
             while True:
-                message = self._next(peer, key)
-                if message is not None:
+                inbox = self._inbox.get((peer, key))
+                if inbox is not None:
+                    message = inbox.popleft()
+                    if not inbox:
+                        del self._inbox[peer, key]
                     if len(message) != nbytes:
                         number = self.numbers[peer]
                         raise RuntimeError(f"rank {number} sent {len(message)} bytes where {nbytes} were expected")
@@ -324,15 +322,6 @@ class Links:
             if event & ~select.POLLOUT:
                 self._read(self._ranks[number])
         self._changed.notify_all()
-
-    def _next(self, peer: int, key: int) -> bytes | None:
-        inbox = self._inbox.get((peer, key))
-        if inbox is None:
-            return None
-        message = inbox.popleft()
-        if not inbox:
-            del self._inbox[peer, key]
-        return message
 
     def _read(self, peer: int) -> None:
         while True:
