@@ -37,7 +37,7 @@ CORE = ("planning", "schedule", "passes", "engine", "compiler", "ranks", "optim"
 WINGS = {
     "weights": "zc.weights zc.planning.residency zc.passes.window_weights "
                "zc.passes.residency",
-    "host": "zc.ranks.neighbours",
+    "host": "zc.ranks.neighbours zc.ranks.hosts",
     "wire": "zc.planning.wire",
     "watch": "zc.ranks.watch",
     "agree": "zc.engine.announcements",

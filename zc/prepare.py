@@ -46,7 +46,7 @@ from zc.planning.plan import BlockKind, Plan, Topology, usable
 from zc.planning.traits import elementwise_names
 from zc.ranks.control import Parts
 from zc.ranks.group import Group
-from zc.ranks.neighbours import find_hosts
+from zc.ranks.hosts import find_hosts
 from zc.ranks.watch import Watch
 from zc.registry import COMPILED
 

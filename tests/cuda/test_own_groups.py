@@ -16,7 +16,7 @@ import zc
 from zc import torch_private
 from zc.errors import PlanError
 from zc.prepare import RANKS
-from zc.ranks import neighbours
+from zc.ranks import hosts
 from zc.ranks.group import Group
 
 COLLECTIVES = ("all_to_all_single", "all_reduce", "broadcast")
@@ -39,7 +39,7 @@ def _exchanges(rank: int, world_size: int, members: tuple[int, ...], is_bound: b
             default.bound_device_id = torch.device("cuda", 0)
         num_of_program, used, sent_from = len(groups), {}, set()
         asked: list[int] = []
-        patch.setattr(neighbours, "let_siblings_read", lambda: asked.append(rank))
+        patch.setattr(hosts, "let_siblings_read", lambda: asked.append(rank))
 
         nothing = type("Done", (), {"wait": lambda self: None})()
 

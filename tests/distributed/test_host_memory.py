@@ -22,7 +22,7 @@ from training_runs import Run, environment, message_of, zc_weights
 import zc
 from zc.engine.buffers import Buffers
 from zc.engine.streams import ThreadStreams
-from zc.ranks import neighbours
+from zc.ranks import hosts, neighbours
 
 UPDATES = 5 if FULL else 2
 RUNS = [
@@ -151,11 +151,11 @@ def _ways(rank: int, world_size: int, refused_on: int | None, how: str) -> tuple
         if how == "kernel":  # as where a sandbox forbids the call
             neighbours.Reader.read_into = _forbidden  # type: ignore[method-assign]
         elif how == "no such call":
-            neighbours.Reader = _no_reader  # type: ignore[assignment, misc]
+            hosts.Reader = _no_reader  # type: ignore[assignment, misc]
         elif how == "another memory":  # a process of this number is there, and is not the rank
             neighbours.Reader.read_into = _of_zeros  # type: ignore[method-assign]
         elif how == "another process":  # what it has announced is another one's number, as in another PID namespace
-            neighbours.Listener = _elsewhere  # type: ignore[assignment, misc]
+            hosts.Listener = _elsewhere  # type: ignore[assignment, misc]
     before = {path.name for path in Path("/dev/shm").iterdir()} if Path("/dev/shm").is_dir() else set()
     model = nn.Linear(8, 8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -164,14 +164,14 @@ def _ways(rank: int, world_size: int, refused_on: int | None, how: str) -> tuple
         model(torch.ones(2, 8)).sum().backward()
         optimizer.step()
     finally:
-        neighbours.Reader, neighbours.Listener = _READER, _LISTENER  # type: ignore[misc]
+        hosts.Reader, hosts.Listener = _READER, _LISTENER  # type: ignore[misc]
         neighbours.Reader.read_into = _READ  # type: ignore[method-assign]
     sections = zc.explain(model).sections
     now = {path.name for path in Path("/dev/shm").iterdir()} if Path("/dev/shm").is_dir() else set()
     return sections["plan"], sections["notes"], sorted(now - before)
 
 
-_READER, _READ, _LISTENER = neighbours.Reader, neighbours.Reader.read_into, neighbours.Listener
+_READER, _READ, _LISTENER = neighbours.Reader, neighbours.Reader.read_into, hosts.Listener
 
 
 def _forbidden(self: neighbours.Reader, out: int, pid: int, address: int, nbytes: int) -> None:

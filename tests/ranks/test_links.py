@@ -12,16 +12,16 @@ import pytest
 import torch
 
 from zc.planning.plan import Topology, flat
-from zc.ranks import neighbours
+from zc.ranks import hosts, neighbours
 from zc.ranks.neighbours import Links, Neighbours
 
 
 def test_hosts_and_their_order() -> None:
-    assert neighbours.topology_of(["a"] * 4) == (Topology(1, 4), None)
-    assert neighbours.topology_of(["a", "a", "b", "b"]) == (Topology(2, 2), None)
-    topology, why = neighbours.topology_of(["a", "b", "a", "b"])
+    assert hosts.topology_of(["a"] * 4) == (Topology(1, 4), None)
+    assert hosts.topology_of(["a", "a", "b", "b"]) == (Topology(2, 2), None)
+    topology, why = hosts.topology_of(["a", "b", "a", "b"])
     assert topology == flat(4) and why is not None and "do not have consecutive numbers" in why
-    topology, why = neighbours.topology_of(["a", "a", "b"])
+    topology, why = hosts.topology_of(["a", "a", "b"])
     assert topology == flat(3) and why is not None and "hosts have 2, 1 ranks" in why
     assert Topology(2, 3).neighbours(4) == (3, 5) and Topology(2, 3).host_of(2) == 0
 
@@ -108,6 +108,18 @@ def test_a_failure_that_the_watch_has_found_ends_a_wait() -> None:
     with pytest.raises(ValueError, match="out of step"):
         other.receive(0, 3, 4, 15)
     assert one.peers == (1,)
+
+
+def test_a_sum_after_one_that_was_cut_off_takes_nothing_of_that_one() -> None:
+    """Ctrl-C in a norm on one rank, which goes on: it took the other's old value, and the ranks had two sums."""
+    links = _pair()
+    ranks = [Neighbours(k, own, {1 - k: 0}, mock.Mock()) for k, own in enumerate(links)]
+    values = [[torch.tensor([float(10 * rank + call)]) for call in range(2)] for rank in range(2)]
+    first, later = ([ranks[k].reduce_(1, values[k][call], torch.add) for k in range(2)] for call in range(2))
+    _, of_rank_1 = first  # rank 0 does none of these steps
+    for step in (*of_rank_1, *later[0], *later[1]):
+        assert step(15)
+    assert [float(own[1]) for own in values] == [12.0, 12.0] and float(values[1][0]) == 10.0
 
 
 def test_what_differs_in_size_is_no_read() -> None:

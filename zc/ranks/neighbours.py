@@ -1,11 +1,10 @@
 """Ranks of one host on a CPU read each other's memory: the signals before and after each read, the sockets that carry
-these, and the reads. (`zc.ranks.routes` has their routes.) `find_hosts` finds out, once and on all ranks, which
-ranks share a host and whether they can read each other's memory. docs/proof.md says why nobody writes what another rank
-reads.
+these, and the reads. (`zc.ranks.routes` has their routes, `zc.ranks.hosts` finds the ranks of a host and connects
+them.) docs/proof.md says why nobody writes what another rank reads.
 
 A rank that has data for the others sends them its address (*full*). A rank that has read the data answers (*free*);
-then it may be written again. Signals are numbered: the k-th one of a rank ends the k-th wait of the others, so that no
-late or repeated message is taken for another one's.
+then it may be written again. All messages are numbered: the k-th one of a rank ends the k-th wait of the others, so
+that no late or repeated one is taken for another, such as one that a wait cut off by Ctrl-C has left.
 
 The sockets have small messages under keys, and waits that sleep in the kernel. They are Unix sockets without a name in
 any folder. The kernel closes them with the process, so a rank that waits for a killed one learns it at once. A message
@@ -19,12 +18,10 @@ memory.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
 import functools
 import os
-import secrets
 import select
 import socket
 import struct
@@ -33,17 +30,12 @@ import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from zc.errors import RankLostError
-from zc.machine import machine_id
-from zc.planning.plan import Topology, flat
-from zc.ranks.control import GatherObjects
 from zc.ranks.exchanges import Step, note_wait
 from zc.ranks.journal import Journal
 
@@ -51,17 +43,14 @@ ReadAll = Callable[[Mapping[int, bytes]], None]  # reads the data of the other r
 
 _PLACE = struct.Struct("<QQ")  # address, bytes
 FULL, FREE, ROW, VALUES = range(4)  # what a message is for
-_INDEX_BITS, _NUM_NUMBERS = 20, 2**28  # of a signal's key: its index, and how many numbers there are
+_INDEX_BITS, _NUM_NUMBERS = 20, 2**28  # of a message's key: its index, and how many numbers there are
 _CHUNK_NBYTES = 2**20  # of all ranks' rows that are summed at once, so that they stay in a core's own cache
 _REFUSED = (errno.EPERM, errno.EACCES, errno.ENOSYS)  # by the kernel, whatever the address
 
 
-def _key(message: int, kind: int, index: int) -> int:
-    return message << 56 | kind << 48 | index
-
-
-def _count(counts: Counter[int], key: int) -> int:
-    """Counts a signal under ``key``, or a wait for one. Returns the key with that number, which it alone has."""
+def _numbered(counts: Counter[int], message: int, kind: int = 0, index: int = 0) -> int:
+    """Counts a message, or a wait for one. Returns its key, with that number, which it alone has."""
+    key = message << 56 | kind << 48 | index
     counts[key] += 1
     return key | counts[key] % _NUM_NUMBERS << _INDEX_BITS
 
@@ -74,8 +63,7 @@ class Neighbours:
         self.rank, self.links, self.peers = rank, links, links.peers
         self.ranks = tuple(sorted((*self.peers, rank)))
         self._pids, self._reader = pids, reader
-        self._num_rows = 0  # the calling thread's
-        self._sent, self._awaited = Counter[int](), Counter[int]()  # signals by key; each key has one thread at a time
+        self._sent, self._awaited = Counter[int](), Counter[int]()  # messages by key; each key has one thread at a time
         self.journal: Journal | None = None
         self.numbers: Sequence[int] = range(self.ranks[-1] + 1)  # by which errors and waits name them
 
@@ -91,7 +79,7 @@ class Neighbours:
 
     def signal_full(self, kind: int, index: int, tensors: Mapping[int, Tensor] | Tensor) -> None:
         """Lets each other rank read its one of ``tensors``, contiguous, until it signals that it has done so."""
-        key = _count(self._sent, _key(FULL, kind, index))
+        key = _numbered(self._sent, FULL, kind, index)
         for peer in self.peers:
             tensor = tensors if isinstance(tensors, Tensor) else tensors.get(peer)
             place = _PLACE.pack(0, 0) if tensor is None else _PLACE.pack(tensor.data_ptr(), tensor.nbytes)
@@ -99,17 +87,17 @@ class Neighbours:
 
     def await_full(self, kind: int, index: int, places: dict[int, bytes]) -> Step:
         """``places`` <- by rank, the address of its data for this one. Done when all others may be read."""
-        return self._from_all(_count(self._awaited, _key(FULL, kind, index)), _PLACE.size, places)
+        return self._from_all(_numbered(self._awaited, FULL, kind, index), _PLACE.size, places)
 
     def signal_free(self, kind: int, index: int) -> None:
         """Tells the others that this rank has read their data."""
-        key = _count(self._sent, _key(FREE, kind, index))
+        key = _numbered(self._sent, FREE, kind, index)
         for peer in self.peers:
             self.links.send(peer, key, b"\0")
 
     def await_free(self, kind: int, index: int) -> Step:
         """Done when all others have read this rank's data."""
-        return self._from_all(_count(self._awaited, _key(FREE, kind, index)), 1, {})
+        return self._from_all(_numbered(self._awaited, FREE, kind, index), 1, {})
 
     def _from_all(self, key: int, nbytes: int, messages: dict[int, bytes]) -> Step:
         """``messages`` <- one message from each neighbour, by rank."""
@@ -194,7 +182,7 @@ class Neighbours:
         read, too. A step that was cut off may be done again."""
         self.signal_full(kind, index, sent)
         places: dict[int, bytes] = {}
-        free = _count(self._sent, _key(FREE, kind, index))
+        free = _numbered(self._sent, FREE, kind, index)
 
         def read(seconds: float | None) -> bool:
             read_all(places)
@@ -210,14 +198,13 @@ class Neighbours:
     def gather_bytes(self, rows: bytearray, row: bytes) -> tuple[Step, ...]:
         """``rows``, [ranks of the host * n] bytes <- every rank's ``row`` of n. The k-th call on one rank matches the
         k-th on the others."""
-        self._num_rows += 1
-        key, payloads = _key(ROW, 0, self._num_rows), {self.rank: row}
+        key, payloads = _numbered(self._sent, ROW), {self.rank: row}
         for peer in self.peers:
             self.links.send(peer, key, row)
 
         def join(seconds: float | None) -> bool:
             rows[:] = b"".join(payloads[rank] for rank in self.ranks)
-            self.links.drop(range(_key(ROW, 0, 0), key))
+            self.links.drop(range(ROW << 56, key))
             return True
 
         return self._from_all(key, len(row), payloads), join
@@ -225,7 +212,7 @@ class Neighbours:
     def reduce_(self, kind: int, value: Tensor, add: Callable[[Tensor, Tensor], Tensor]) -> tuple[Step, ...]:
         """``value``, small <- all ranks' values, combined in rank order: the same bits on all."""
         own = bytes(value.detach().contiguous().view(-1).view(torch.uint8).numpy())
-        key, payloads = _key(VALUES, kind, value.numel()), {self.rank: own}
+        key, payloads = _numbered(self._sent, VALUES, kind, value.numel()), {self.rank: own}
         for peer in self.peers:
             self.links.send(peer, key, own)
 
@@ -241,56 +228,12 @@ class Neighbours:
 
 
 _PIECE = 32 * 1024  # bytes of a message per packet; well below what a socket takes at once (net.core.wmem_default)
-_HELLO = struct.Struct("<q")  # rank
 _HEAD = struct.Struct("<qQ")  # key; bytes of the message from this piece on
 _MAX_UNRECEIVED = 16  # numbered messages per rank that nobody has received, before old ones are dropped
 _NO_MEMORY = (errno.ENOBUFS, errno.ENOMEM)  # the kernel has none at this moment: the message was not sent
 _ENDED = (errno.EPIPE, errno.ECONNRESET, errno.ECONNREFUSED, errno.ENOTCONN, errno.EBADF)
 _SLICE_S = 0.5  # how often a waiting thread looks for a failure
 _RETRY_S = 0.01  # between two attempts to send
-CONNECT_S = 20.0
-
-
-class Address(NamedTuple):
-    """Where a rank listens, and the PID of its process."""
-
-    name: str
-    pid: int
-
-
-class Listener:
-    """Accepts connections from the other ranks of the host. The caller exchanges the `Address`es."""
-
-    def __init__(self) -> None:
-        self.address = Address(f"zc-{secrets.token_hex(16)}", os.getpid())
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._socket.bind("\0" + self.address.name)
-        self._socket.listen(1024)
-        self._socket.settimeout(CONNECT_S)
-
-    def connect(self, rank: int, addresses: Mapping[int, Address]) -> dict[int, socket.socket]:
-        """A socket to each of ``addresses``, by rank: this rank connects to those below it and accepts those above.
-        Raises OSError."""
-        sockets: dict[int, socket.socket] = {}
-        for peer, address in addresses.items():
-            if peer < rank:
-                sockets[peer] = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-                sockets[peer].settimeout(CONNECT_S)
-                sockets[peer].connect("\0" + address.name)
-                sockets[peer].sendall(_HELLO.pack(rank))
-        while len(sockets) < len(addresses):
-            accepted, _ = self._socket.accept()
-            accepted.settimeout(CONNECT_S)
-            (peer,) = _HELLO.unpack(accepted.recv(_HELLO.size))
-            pid = struct.unpack("3i", accepted.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
-            if peer not in addresses or pid != addresses[peer].pid:
-                accepted.close()
-                raise OSError(f"process {pid} has connected as rank {peer}, which it is not")
-            sockets[peer] = accepted
-        return sockets
-
-    def close(self) -> None:
-        self._socket.close()
 
 
 class Links:
@@ -341,8 +284,11 @@ class Links:
         end = None if seconds is None else time.monotonic() + seconds
         with self._changed:
             while True:
-                message = self._next(peer, key)
-                if message is not None:
+                inbox = self._inbox.get((peer, key))
+                if inbox is not None:
+                    message = inbox.popleft()
+                    if not inbox:
+                        del self._inbox[peer, key]
                     if len(message) != nbytes:
                         number = self.numbers[peer]
                         raise RuntimeError(f"rank {number} sent {len(message)} bytes where {nbytes} were expected")
@@ -376,15 +322,6 @@ class Links:
             if event & ~select.POLLOUT:
                 self._read(self._ranks[number])
         self._changed.notify_all()
-
-    def _next(self, peer: int, key: int) -> bytes | None:
-        inbox = self._inbox.get((peer, key))
-        if inbox is None:
-            return None
-        message = inbox.popleft()
-        if not inbox:
-            del self._inbox[peer, key]
-        return message
 
     def _read(self, peer: int) -> None:
         while True:
@@ -423,10 +360,6 @@ def _close(sockets: Iterable[socket.socket]) -> None:
         sock.close()
 
 
-_YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
-_PR_SET_PTRACER = 0x59616D61
-
-
 class _Vector(ctypes.Structure):
     _fields_ = (("base", ctypes.c_void_p), ("nbytes", ctypes.c_size_t))
 
@@ -437,13 +370,6 @@ def _readv() -> Any:
     pointer, count = ctypes.c_void_p, ctypes.c_ulong
     call.argtypes = (ctypes.c_int, pointer, count, pointer, count, count)
     return call
-
-
-def let_siblings_read() -> None:
-    """Lets the launcher's other children read this process, where the kernel allows only ancestors (Yama, scope 1)."""
-    with contextlib.suppress(OSError, AttributeError):
-        if _YAMA.read_text().strip() == "1":
-            ctypes.CDLL(None).prctl(_PR_SET_PTRACER, os.getppid(), 0, 0, 0)
 
 
 class Reader:
@@ -464,99 +390,3 @@ class Reader:
                 number = ctypes.get_errno()
                 raise OSError(number, f"process {pid} can't be read: {os.strerror(number)}")
             done += count
-
-
-_TOKEN_NBYTES = 16
-
-
-class _Introduction(NamedTuple):
-    """What a rank tells the others of itself. ``token`` is in its memory at ``token_address``. ``refusal``: why it
-    can't talk to its neighbours directly, or None."""
-
-    host: tuple[str, str]
-    listens_at: Address | None
-    token_address: int
-    token: bytes
-    refusal: str | None
-
-
-def find_hosts(
-    rank: int, world_size: int, gather: GatherObjects, reads_memory: bool = True
-) -> tuple[Topology, Neighbours | None, str | None]:
-    """The topology, this rank's neighbours, and the reason why ranks of one host send messages through sockets, if
-    they do.
-
-    Every rank calls it. ``ZC_HOST_MEMORY=0`` in one rank's environment turns reading off on all ranks. Without
-    ``reads_memory``, ranks of one host still exchange small messages directly.
-    """
-    listener, refusal = None, None
-    token = torch.frombuffer(bytearray(secrets.token_bytes(_TOKEN_NBYTES)), dtype=torch.uint8)
-    try:
-        if os.environ.get("ZC_HOST_MEMORY", "1") == "0":
-            raise OSError("ZC_HOST_MEMORY=0")
-        reader, listener = Reader(), Listener()
-        if reads_memory:
-            let_siblings_read()
-    except (OSError, AttributeError) as error:
-        refusal = str(error)
-    address = None if listener is None else listener.address
-    # of each of torchrun's nodes another one
-    host = machine_id(), os.environ.get("GROUP_RANK", "")
-    own = _Introduction(host, address, token.data_ptr(), bytes(token.numpy()), refusal)
-    try:
-        all_ranks = [_Introduction(*fields) for fields in gather(tuple(own))]
-        topology, note = topology_of([introduction.host for introduction in all_ranks])
-        if topology.ranks_per_host == 1:
-            return topology, None, note
-        neighbours: Neighbours | None = None
-        refusal = next((f"rank {r}: {other.refusal}" for r, other in enumerate(all_ranks) if other.refusal), None)
-        if refusal is None and len({other.listens_at for other in all_ranks}) < world_size:
-            refusal = "several ranks answer with one address: the group is a stand-in for others"
-        if refusal is None:
-            assert listener is not None
-            on_this_host = {r: all_ranks[r] for r in topology.neighbours(rank)}
-            neighbours, refusal = _connect(rank, on_this_host, listener, reader, reads_memory)
-            refusal = next(filter(None, gather(refusal)), None)
-        if neighbours is None or refusal is not None:
-            if neighbours is not None:
-                neighbours.close()
-            note = f"ranks of this host exchange messages instead of reading each other's memory: {refusal}"
-            return topology, None, note
-        return replace(topology, reads_memory=reads_memory), neighbours, None
-    finally:
-        if listener is not None:
-            listener.close()
-
-
-def topology_of(hosts: Sequence[Any]) -> tuple[Topology, str | None]:
-    """The topology of ranks on these hosts. If they are not H hosts of L ranks in order, every rank counts as a host of
-    its own, and the second item says why."""
-    num_ranks = Counter(hosts)
-    num_hosts, per_host = len(num_ranks), len(hosts) // len(num_ranks)
-    alone = "every rank is treated as its own host"
-    if len(set(num_ranks.values())) > 1:
-        return flat(len(hosts)), f"hosts have {', '.join(map(str, num_ranks.values()))} ranks: {alone}"
-    if any(len(set(hosts[k : k + per_host])) > 1 for k in range(0, len(hosts), per_host)):
-        return flat(len(hosts)), f"ranks of one host do not have consecutive numbers: {alone}"
-    return Topology(num_hosts, per_host), None
-
-
-def _connect(
-    rank: int, others: Mapping[int, _Introduction], listener: Listener, reader: Reader, reads_memory: bool
-) -> tuple[Neighbours | None, str | None]:
-    """Links to the other ranks of this host, or the reason why there are none."""
-    addresses = {r: other.listens_at for r, other in others.items() if other.listens_at is not None}
-    links = None
-    try:
-        links = Links(listener.connect(rank, addresses))
-        for peer, address in addresses.items() if reads_memory else ():
-            token = torch.zeros(_TOKEN_NBYTES, dtype=torch.uint8, device="cpu")
-            reader.read_into(token.data_ptr(), address.pid, others[peer].token_address, token.nbytes)
-            if bytes(token.numpy()) != others[peer].token:
-                raise OSError(f"process {address.pid} is not rank {peer} (another PID namespace)")
-    except OSError as error:
-        if links is not None:
-            with contextlib.suppress(OSError):
-                links.close()
-        return None, f"rank {rank}: {error}"
-    return Neighbours(rank, links, {r: address.pid for r, address in addresses.items()}, reader), None
