@@ -24,8 +24,8 @@ import torch
 from torch import Tensor, nn
 
 from zc import torch_private
-from zc.compiler.blocks import Instead, instead
 from zc.engine.core import SYNCS, syncs
+from zc.engine.instead import Instead, instead
 from zc.engine.param_checks import Names
 from zc.errors import PlanError, ZcError
 from zc.optim.grad_shards import ShardedGrad

@@ -185,7 +185,7 @@ def test_a_damaged_entry_is_made_again_with_a_warning(tmp_path: Path, caplog: py
         elif damage == "foreign":
             entry.write_bytes(b"no pickle at all")
         else:
-            entry.write_bytes(content.replace(b"zc.compiler.graphs", b"zc.compiler.nowher"))
+            entry.write_bytes(content.replace(b"zc.compiler.traced", b"zc.compiler.nowher"))
         caplog.clear()
         with caplog.at_level(logging.WARNING):
             got, counted = run(stage=2)

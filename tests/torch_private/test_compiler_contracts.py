@@ -26,7 +26,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from zc import torch_private
 from zc.compiler import backend as backends
-from zc.compiler.graphs import interpret
+from zc.compiler.segments import interpret
 
 pytestmark = pytest.mark.check
 

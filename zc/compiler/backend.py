@@ -17,17 +17,9 @@ import torch
 from torch import fx
 
 from zc import torch_private
-from zc.compiler.graphs import (
-    CompiledBackward,
-    CompiledForward,
-    Hook,
-    Origin,
-    SavesAsEager,
-    Traced,
-    as_traced,
-    interpret,
-    keep_from_writes,
-)
+from zc.compiler.graphs import CompiledBackward, CompiledForward
+from zc.compiler.segments import interpret
+from zc.compiler.traced import Hook, Origin, SavesAsEager, Traced, as_traced, keep_from_writes
 from zc.engine import param_checks
 from zc.errors import ZcError
 from zc.log import log, tell

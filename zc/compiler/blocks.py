@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from zc import torch_private
+from zc.engine.instead import instead
 from zc.engine.param_checks import BlockPlaces, Places
 from zc.planning.plan import BlockKind, Plan, block_of, split_name
 from zc.schedule.rebase import rebased, shifts
@@ -108,27 +109,6 @@ class Block:
             return None
         turn = self.blocks.num_after(member) * template.num_writes  # buckets that pass through the ring before
         return rebased(template.graph, template.plan, renamed, moves, turn)
-
-
-class Instead:
-    """Stands in place of a method on one module object, and does what ``call`` does. Copies and pickles of the module
-    have what ``copied()`` describes, as ``__reduce__`` does."""
-
-    def __init__(self, call: Callable[..., Any], copied: Callable[[], tuple[Any, ...]]) -> None:
-        self._call, self._copied = call, copied
-
-    @torch_private.not_compiled_alone
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._call(*args, **kwargs)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return self._copied()
-
-
-def instead(module: nn.Module, name: str, call: Callable[..., Any]) -> Instead:
-    """Copies have the class's method."""
-    of_module = weakref.ref(module)
-    return Instead(call, lambda: (getattr, (of_module(), name)))  # of the copy, whose __dict__ is still empty
 
 
 def install_call(block: nn.Module, call: Callable[..., Any]) -> None:

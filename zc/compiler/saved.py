@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from zc import torch_private
-from zc.compiler.graphs import Hook, Traced
+from zc.compiler.traced import Hook, Traced
 from zc.passes.base import copy_graph
 
 # They name modules and functions of the program, and are for logs.
