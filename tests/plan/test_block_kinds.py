@@ -8,7 +8,7 @@ from torch import nn
 
 from zc.config import Config
 from zc.planning import packing as planning
-from zc.planning.blocks import find_kinds, matrices_around
+from zc.planning.blocks import find_kinds, find_singles, matrices_around
 from zc.planning.packing import ParamSpec, make_plan
 from zc.planning.plan import ALONE, BlockKind, Plan, split_name
 
@@ -78,6 +78,15 @@ def test_the_matrices_around_blocks_are_those_that_more_than_embeddings_have() -
     assert matrices_around(net, ()) == frozenset(), "no blocks"
     net.tokens.weight = net.head.weight = nn.Parameter(torch.zeros(8, 4))
     assert matrices_around(net, find_kinds(net)) == {"tokens.weight"}, "the first of its two names"
+
+
+def test_modules_outside_of_blocks_that_have_parameters_are_compiled_one_by_one() -> None:
+    net = Net([Block() for _ in range(4)])
+    net.final = nn.Sequential(nn.LayerNorm(4), nn.Tanh())
+    net.act, net.tied = nn.Tanh(), net.head
+    singles = (("Embedding", "tokens"), ("Linear", "head"), ("Sequential", "final"))
+    assert find_singles(net, find_kinds(net)) == [BlockKind(kind, (name,)) for kind, name in singles]
+    assert find_singles(net, ()) == [], "one graph"
 
 
 def test_tied_parameters_inside_of_every_block() -> None:

@@ -191,6 +191,17 @@ def test_stage_3_with_offload_leaves_shards_and_what_is_gathered_on_the_device()
     assert "zc, stage 3" not in zc.plan(meta_linear(), world_size=4, offload="disk").peers
 
 
+def test_in_stage_3_fp32_shards_are_the_masters_and_owners_of_matrices_have_theirs_apart() -> None:
+    """By hand: of 4 Mi parameters on 4 ranks; with Muon on 3, of which one owns 2 of the 4 matrices."""
+    mi = 2**20
+    plan = zc.plan(meta_linear(), world_size=4, stage=3)
+    assert {kind: nbytes for kind, nbytes in plan.device.items() if nbytes} == {
+        "weight": 4 * mi, "acc": 4 * mi, "optimizer_state": 8 * mi, "arena": 16 * mi, "flat_grad": 16 * mi,
+        "scratch": 16 * mi,
+    }  # fmt: skip
+    assert zc.plan(meta_linear(), world_size=3, stage=3, optimizer="Muon").device["master_shard"] == 2 * 4 * mi
+
+
 def test_stage_1_moves_partial_sums() -> None:
     numel = 4 * 2**20
     plan = zc.plan(meta_linear(), world_size=4, stage=1, offload="cpu", microbatches=2)

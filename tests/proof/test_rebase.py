@@ -24,12 +24,15 @@ BLOCK_NBYTES = 4 * (32 + 16 + 32)
 SIZES = {"parts": 160, "one": BLOCK_NBYTES + 64, "two": 2 * BLOCK_NBYTES + 64}
 
 
-def plan_of(size: str, stage: int, world_size: int, how: str, ring: int = 2, offload: str | None = None) -> Plan:
+def plan_of(
+    size: str, stage: int, world_size: int, how: str, ring: int = 2, offload: str | None = None,
+    num_blocks: int = NUM_BLOCKS,
+) -> Plan:  # fmt: skip
     cpu = torch.device("cpu")
     specs = [ParamSpec("tokens", (64,), torch.bfloat16, cpu)]
     specs += [
         ParamSpec(f"blocks.{k}.{name}", shape, torch.float32, cpu)
-        for k in range(NUM_BLOCKS)
+        for k in range(num_blocks)
         for name, shape in PARAMS.items()
     ]
     hosts = 2 if how == "two levels" else 1
@@ -39,7 +42,7 @@ def plan_of(size: str, stage: int, world_size: int, how: str, ring: int = 2, off
         offload=offload and "cpu", offload_accumulate=offload or "cpu",
     )  # fmt: skip
     topology = reads if how in ("memory", "two levels") else flat(world_size)
-    kinds = (BlockKind("Block", tuple(f"blocks.{k}" for k in range(NUM_BLOCKS))),)
+    kinds = (BlockKind("Block", tuple(f"blocks.{k}" for k in range(num_blocks))),)
     return make_plan(specs, config, topology, num_replicas=2 if how == "replicas" else 1, kinds=kinds)
 
 
@@ -128,3 +131,6 @@ def test_blocks_whose_places_differ_are_not_rebased() -> None:
     whole = plan_of("one", 2, 2, "memory")
     assert shifts(whole, names(1, 0)) == {4: Shift(5)}
     assert shifts(whole, {"blocks.1.a": "tokens"}) is None, "another dtype"
+    last_alone = plan_of("two", 2, 2, "memory", num_blocks=3)
+    assert len({last_alone.slot_of[f"blocks.{k}.a"][0] for k in (1, 2)}) == 1
+    assert shifts(last_alone, names(0, 1)) is None, "a whole bucket's schedule for a part of one"
