@@ -11,6 +11,11 @@ forward once more: rank 0 sends, the others wait for it. Where some ranks alone 
 it, or the watch finds ranks that wait for each other: an error on all ranks. A buffer that is written past autograd's
 count (``buffer.data``) stays each rank's own until the forward after the next boundary.
 
+A rank may evaluate alone before its first forward with gradients. So rank 0 sends written buffers in both forwards: a
+rank that evaluates takes the first message, one that only trains takes the second. Ranks that have all evaluated keep
+what they write after it, as with DDP's own call. Where rank 0 alone has, what its evaluation wrote is an error, but for
+the statistics of normalisations, which no forward in training mode reads.
+
 Rank 0 waits for other ranks at the boundary alone, until its messages have arrived: it may drop its model next, and
 gloo drops a message that the receiver has not asked for. It sends a copy, in host memory, to each of them. Its last
 message before an update is marked as the last. So ranks that call the model more often than rank 0 keep their buffers
@@ -45,9 +50,14 @@ if TYPE_CHECKING:
 # For whom rank 0 sends its buffers. The last: it had no forward, but its buffers were written
 _NOBODY, _WHO_HAS_TRAINED, _EVERY_RANK, _EVERY_RANK_AT_ONCE = range(4)
 _FOR_ALL = (_EVERY_RANK, _EVERY_RANK_AT_ONCE)
+# When a message about written buffers is due; the last: in the first forward with gradients, which is not the first
+_IN_TRAINING, _IN_EVALUATION, _AFTER_EVALUATION = range(3)
+_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm,
+          nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)  # fmt: skip
 _WHAT = "the buffers of rank 0 (zc.compile(broadcast_buffers=False) leaves each rank its own)"
 _TOGETHER = (
-    "Write buffers on all ranks, and rank 0's values count; or call zc.compile(broadcast_buffers=False). "
+    "Write buffers (an evaluation may) on all ranks, and rank 0's values count; or call "
+    "zc.compile(broadcast_buffers=False). "
     "(DistributedDataParallel lets all ranks wait for rank 0 before every forward)"
 )
 
@@ -62,6 +72,7 @@ class BufferSync(Part):
         runtime.buffer_sync = self
         self._shapes = {name: (tuple(b.shape), b.dtype) for name, b in model.named_buffers()}
         self._is_due = False  # whether DDP would broadcast before the next forward
+        self._has_evaluated = False  # whether this update's first forward was without gradients
         self._has_trained = False  # whether this update had a forward with gradients
         self._has_ended = False  # whether rank 0 has reached the boundary of this update
         self._for_whom = _NOBODY  # the ranks that the buffers of rank 0's last message are for
@@ -78,15 +89,19 @@ class BufferSync(Part):
         core = self._core()
         if core is None:
             return
-        if self._is_first and self._was_due and (written := self._written()):
+        trains = torch.is_grad_enabled()
+        when = _AFTER_EVALUATION if self._has_evaluated else _IN_TRAINING if trains else _IN_EVALUATION
+        repeats = core.group.rank == 0 and trains and self._has_evaluated and not self._has_trained
+        if (self._is_first or repeats) and self._was_due and (written := self._written()):
             self._is_due = True
-            self._exchange(is_last=False, written=written)
+            self._exchange(is_last=False, written=written, when=when)
         elif self._is_due and not self._has_ended:
             self._exchange(is_last=False)
         self.take_received()
+        self._has_evaluated |= self._is_first and not trains
         self._is_first = False
-        self._is_due = torch.is_grad_enabled() and core.is_boundary
-        self._has_trained |= torch.is_grad_enabled()
+        self._is_due = trains and core.is_boundary
+        self._has_trained |= trains
 
     def after_backward(self) -> None:
         """Called when a backward outside of no_sync has ended. Says where DDP might have sent buffers before the next
@@ -118,7 +133,7 @@ class BufferSync(Part):
         self._was_due = self._stays_due
         if not self._is_first or self._for_whom in _FOR_ALL:  # else this rank's last forward was before this update
             self._as_they_were = self._now() if self._was_due else {}
-        self._has_ended = self._is_due = self._has_trained = False
+        self._has_ended = self._is_due = self._has_evaluated = self._has_trained = False
         self._num_unannounced = 0
         self._for_whom, self._is_first = _NOBODY, True
         while self._sent:
@@ -151,17 +166,23 @@ class BufferSync(Part):
         """Each buffer, and how often autograd has counted a write to it."""
         return {name: (weakref.ref(buffer), _version(buffer)) for name, buffer in self._named()}
 
-    def _written(self) -> str:
+    def _written(self, ignored: Collection[str] = ()) -> str:
         """The first buffer that was written since all ranks had the same ones, or is new, or has another shape; "" for
         none. One of another dtype is refused at the boundary, if a parameter that was converted with it is not refused
         before."""
         for name, buffer in self._named():
-            if name in self._shapes and self._shapes[name][1] != buffer.dtype:
+            if name in ignored or (name in self._shapes and self._shapes[name][1] != buffer.dtype):
                 continue
             ref, version = self._as_they_were.get(name, (None, 0))
             if ref is None or ref() is not buffer or version != _version(buffer):
                 return name
         return ""
+
+    def _statistics(self) -> Collection[str]:
+        """Names of buffers that no forward reads while its module is in training mode."""
+        model = self._model() or nn.Module()
+        named = ((name, norm) for name, norm in model.named_modules() if isinstance(norm, _NORMS) and norm.training)
+        return {f"{name}.{buffer}" for name, norm in named for buffer, _ in norm.named_buffers(recurse=False)}
 
     def _named(self) -> Iterator[tuple[str, Tensor]]:
         model = self._model()
@@ -169,14 +190,16 @@ class BufferSync(Part):
         return ((name, buffer) for name, buffer in named if name not in self._own)
 
     @torch.no_grad()
-    def _exchange(self, *, is_last: bool, written: str = "") -> None:
+    def _exchange(self, *, is_last: bool, written: str = "", when: int = _IN_TRAINING) -> None:
         """Sends or receives one message of rank 0: whether it is the update's last, and buffers if DDP would send
-        them. ``written``: a buffer that was written, where it is the message that follows writes."""
+        them. ``written``: a buffer that was written, where it is the message that follows writes, and ``when`` that is.
+        """
         group, by_device = self.core.group, self._by_device()
         nbytes = sum(b.nbytes for buffers in by_device.values() for b in buffers)
         for_whom = self._for_whom_now()
         stays_due = self._is_due or (self._is_first and self._was_due)  # an update without a forward changes nothing
-        head = torch.tensor([is_last, for_whom, nbytes, bool(written), stays_due], device="cpu")
+        is_read = bool(self._written(self._statistics()) if when == _AFTER_EVALUATION else written)
+        head = torch.tensor([is_last, for_whom, nbytes, is_read, stays_due, when], device="cpu")
         if group.rank == 0:
             packs = [_pack(buffers).cpu() for buffers in self._in_message(by_device, head)]
             self._sent.append((group.send_to_all([head, *packs], "sending its buffers"), [head, *packs]))
@@ -185,7 +208,9 @@ class BufferSync(Part):
                 head, f"{_WHAT}, as {written} was written between two updates. {_TOGETHER}" if written else _WHAT
             )
         self._has_ended, self._for_whom, self._stays_due = bool(head[0]), int(head[1]), bool(head[4])
-        self._compare_writes(written, rank_0_has_written=bool(head[3]))
+        sent = int(head[5])
+        if sent != _AFTER_EVALUATION or not (written or self._has_evaluated):
+            self._compare_writes(written, rank_0_has_written=bool(head[3]))
         model = self._model()
         if self._for_whom == _NOBODY or model is None or group.rank == 0:
             return
@@ -195,12 +220,16 @@ class BufferSync(Part):
                 f"{self._changed(model)}: buffers must have the same shapes on all ranks before a forward, or call "
                 "zc.compile(broadcast_buffers=False)"
             )
-        if self._is_for_this_rank:
+        is_for_others = when != _IN_EVALUATION and sent == (_IN_EVALUATION if written else _AFTER_EVALUATION)
+        if self._is_for_this_rank and not is_for_others:
             self._received.clear()
         for buffers in self._in_message(by_device, head):
             packed = torch.empty(sum(b.nbytes for b in buffers), dtype=torch.uint8, device="cpu")
             group.receive(packed, _WHAT)
-            self._take(packed, buffers)
+            if not is_for_others:
+                self._take(packed, buffers)
+        if is_for_others:
+            self._exchange(is_last=is_last, written=written, when=when)
 
     def _compare_writes(self, written: str, *, rank_0_has_written: bool) -> None:
         """Raises RankMismatchError if this rank or rank 0 alone has written buffers before its first forward. A rank
