@@ -773,3 +773,38 @@ def test_a_step_that_reads_the_model_is_refused() -> None:
     optimizer.register_step_post_hook(lambda *_: read.append(weight.detach().clone()))
     update()
     assert type(weight) is nn.Parameter and torch.equal(read[1], weight)
+
+
+def _asking(rank: int, world_size: int) -> list[tuple[str, str]]:
+    """Averaging takes the weights by each way that gathers them."""
+    answers = list[tuple[str, str]]()
+    for how in ("parameters", "whole", "full_state_dict", "iter_weights", "forward"):
+        model, average = nn.Linear(4, 2), nn.Linear(4, 2).requires_grad_(False)
+        asked, model_of = list[int](), {"model": model}
+
+        def models(how: str = how, model_of: Any = model_of, asked: Any = asked) -> Any:
+            model = model_of["model"]
+            if not asked or how == "parameters":  # in the trials of zc.compile, too
+                return model, nn.Linear(4, 2).requires_grad_(False)
+            with zc.whole_parameters(model) if how == "whole" else contextlib.nullcontext():
+                if how == "forward":
+                    model(torch.ones(1, 4))
+                elif how != "whole":
+                    dict(zc.full_state_dict(model) if how == "full_state_dict" else zc.iter_weights(model))
+            return nn.Module(), nn.Module()
+
+        optimizer = Averaging(model, average)
+        optimizer.models = models
+        zc.compile(model, optimizer, stage=3, backend="eager")
+        asked.append(1)
+        model(torch.ones(1, 4)).sum().backward()
+        answers.append(message_of(optimizer.step))
+    return answers
+
+
+def test_a_step_that_gathers_the_model_is_refused() -> None:
+    """In stage 3 it had the weights of before its update, in silence; and zc.compile's trials read parameters without
+    bytes, which ended the process."""
+    for answers in run_ranks(_asking, 2):
+        for kind, text in answers:
+            assert kind == "ZcError" and "Averaging.step() met" in text and "register_step_post_hook" in text, text
