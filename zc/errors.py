@@ -82,7 +82,9 @@ def not_its_own(optimizer: Optimizer) -> str:
     places = " and ".join(kept_params(optimizer)) or "something beside its groups"
     return (
         f"it takes parameters from {places}, where they are the model's. Take them from "
-        'group["params"] of self.param_groups in step(): there each rank sees what it updates'
+        'group["params"] of self.param_groups in step(): there each rank sees what it updates. Or use a hook: '
+        "register_step_pre_hook before the update, register_step_post_hook after it (with stage=3 inside of `with "
+        "zc.whole_parameters(model):`)"
     )
 
 

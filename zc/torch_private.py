@@ -991,13 +991,24 @@ class _Running(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._run(func, args, kwargs or {})
 
 
+def _lacks_bytes(tensor: Any) -> bool:
+    """Of a tensor whose class runs no operators itself, as those that wrap other tensors do."""
+    is_plain = isinstance(tensor, torch.Tensor) and type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+    if not is_plain or tensor.layout is not torch.strided or tensor.numel() == 0:
+        return False
+    return bool(tensor.untyped_storage().nbytes() == 0)
+
+
 def watching_collectives(call: Callable[[str], None]) -> contextlib.AbstractContextManager[Any]:
-    """Inside, each collective calls ``call`` with its operator's name before it starts; that may raise. Relies on
+    """Inside, each collective calls ``call`` with its operator's name before it starts; that may raise. Any operator
+    that would read a tensor without its bytes raises RuntimeError: it would end the process. Relies on
     torch.distributed's collectives being operators of the namespace c10d, which dispatch modes see (2.11 to 2.15)."""
 
     def run(func: Any, args: Any, kwargs: Any) -> Any:
         if func.namespace == "c10d":
             call(func.name().split("::")[-1].split(".")[0])
+        if not func.is_view and any(map(_lacks_bytes, tensors_in((args, kwargs)))):
+            raise RuntimeError(f"{func.name()} would read a tensor whose storage is empty")
         return func(*args, **kwargs)
 
     return _Running(run)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
 import threading
 from collections import defaultdict, deque
+from functools import partial
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy
@@ -548,6 +551,26 @@ def test_a_rank_without_a_gradient_of_a_group() -> None:
         assert max(ranks) < 1e-6, case
 
 
+class Proximal(Optimizer):
+    """FedProx's: draws each parameter to an anchor, which it finds by ``where``."""
+
+    def __init__(self, params: Any, where: str, anchors: nn.Module) -> None:
+        super().__init__(params, {"lr": 0.1})
+        params, others = self.param_groups[0]["params"], [*anchors.parameters()]
+        self.module = anchors if where == "module" else None
+        self.by_param = dict(zip(params, others, strict=True)) if where == "dict" else None
+        self.run = SimpleNamespace(anchors=[])
+
+    @torch.no_grad()
+    def step(self, anchors: Any = ()) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            others = self.module.parameters() if self.module else anchors or self.run.anchors or group["params"]
+            for param, other in zip(group["params"], others, strict=False):
+                if other is param:
+                    other = self.by_param[param] if self.by_param else self.state[param]["anchor"]
+                param.sub_(0.1 * (param.grad + 0.5 * (param - other)))
+
+
 class ByIndex(Lion):
     """Has a factor for each parameter, and a pair of options that has nothing to do with positions."""
 
@@ -649,6 +672,41 @@ def test_an_optimizer_that_reduces_in_its_own_step() -> None:
         assert rank["worst"] < 1e-6
 
 
+def _proximal(rank: int, world_size: int, where: str, stage: int) -> Any:
+    """What an update of plain PyTorch and of zc makes of the same gradients, or zc's error."""
+    ends: list[list[Tensor]] = []
+    for is_zc in (False, True):
+        torch.manual_seed(0)
+        model, anchors = (nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(4))) for _ in range(2))
+        optimizer = Proximal(model.parameters(), where, anchors)
+        given = {"list": [*anchors.parameters()], "iterator": iter(anchors.parameters())}.get(where)
+        if is_zc:
+            zc.compile(model, optimizer, stage=stage, backend="eager")
+        optimizer.run.anchors += anchors.parameters() if where == "attribute" else ()
+        for param, other in zip(model.parameters(), anchors.parameters(), strict=True) if where == "state" else ():
+            optimizer.state[param]["anchor"] = other.detach().clone()
+        model(torch.ones(1, 4)).sum().backward()
+        step = partial(optimizer.step, *([given] if given else []))
+        if is_zc and where != "state":
+            return message_of(step)
+        step()
+        with zc.whole_parameters(model) if is_zc else contextlib.nullcontext():
+            ends.append([param.detach().clone() for param in model.parameters()])
+    return max(float((one - other).abs().max()) for one, other in zip(*ends, strict=True))
+
+
+def test_what_a_step_finds_by_position_is_refused() -> None:
+    """FedProx and SCAFFOLD as they are published: a step that pairs what it was given with its group's parameters had
+    those of other ranks' parameters, in silence. The way out in the message is right."""
+    cases = {"list": "argument 1 of step", "iterator": "argument 1 of step", "attribute": "self.run.anchors",
+             "module": "self.module", "dict": "self.by_param, whose keys"}  # fmt: skip
+    for (where, _), ranks in run_cases(_proximal, 2, itertools.product(cases, (2,))):
+        for kind, text in ranks:
+            assert kind == "ZcError" and cases[where] in text and "optimizer.state[param]" in text, text
+    for case, ranks in run_cases(_proximal, 2, [("state", 1), ("state", 2), ("state", 3)]):
+        assert max(ranks) < 1e-6, case
+
+
 def test_collectives_of_one_rank() -> None:
     """Against a real group of one rank, by their definition: what goes in comes out."""
     x, out = torch.arange(4.0), torch.zeros(4)
@@ -715,3 +773,38 @@ def test_a_step_that_reads_the_model_is_refused() -> None:
     optimizer.register_step_post_hook(lambda *_: read.append(weight.detach().clone()))
     update()
     assert type(weight) is nn.Parameter and torch.equal(read[1], weight)
+
+
+def _asking(rank: int, world_size: int) -> list[tuple[str, str]]:
+    """Averaging takes the weights by each way that gathers them."""
+    answers = list[tuple[str, str]]()
+    for how in ("parameters", "whole", "full_state_dict", "iter_weights", "forward"):
+        model, average = nn.Linear(4, 2), nn.Linear(4, 2).requires_grad_(False)
+        asked, model_of = list[int](), {"model": model}
+
+        def models(how: str = how, model_of: Any = model_of, asked: Any = asked) -> Any:
+            model = model_of["model"]
+            if not asked or how == "parameters":  # in the trials of zc.compile, too
+                return model, nn.Linear(4, 2).requires_grad_(False)
+            with zc.whole_parameters(model) if how == "whole" else contextlib.nullcontext():
+                if how == "forward":
+                    model(torch.ones(1, 4))
+                elif how != "whole":
+                    dict(zc.full_state_dict(model) if how == "full_state_dict" else zc.iter_weights(model))
+            return nn.Module(), nn.Module()
+
+        optimizer = Averaging(model, average)
+        optimizer.models = models
+        zc.compile(model, optimizer, stage=3, backend="eager")
+        asked.append(1)
+        model(torch.ones(1, 4)).sum().backward()
+        answers.append(message_of(optimizer.step))
+    return answers
+
+
+def test_a_step_that_gathers_the_model_is_refused() -> None:
+    """In stage 3 it had the weights of before its update, in silence; and zc.compile's trials read parameters without
+    bytes, which ended the process."""
+    for answers in run_ranks(_asking, 2):
+        for kind, text in answers:
+            assert kind == "ZcError" and "Averaging.step() met" in text and "register_step_post_hook" in text, text

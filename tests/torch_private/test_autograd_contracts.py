@@ -334,6 +334,11 @@ def test_collectives_are_seen(tmp_path: Path) -> None:
             dist.all_reduce(torch.ones(2))
             dist.all_gather([torch.ones(2)], torch.ones(2))
             torch.ones(2).add_(1)
+            absent = torch.ones(2)
+            absent.untyped_storage().resize_(0)
+            absent.view(2, 1)
+            with pytest.raises(RuntimeError, match="would read a tensor whose storage is empty"):
+                absent + 1
     finally:
         dist.destroy_process_group()
     assert len(seen) == 2 and "allreduce" in seen[0] and "allgather" in seen[1]

@@ -48,16 +48,21 @@ class AskingParameter(nn.Parameter):
         return ask(func, args, kwargs or {})
 
 
-def _ask_in_step(func: _Function, args: Any, kwargs: Any) -> Any:
+def refuse_in_step(what: Callable[[], str]) -> None:
+    """Raises ZcError inside the step of a class that zc does not know, in its thread: the model has its new values when
+    that has ended."""
     thread, optimizer = ParamOfModel.stepping or (None, None)
     if optimizer is not None and thread == threading.get_ident():
-        tensors = torch_private.tensors_in((args, kwargs))
-        shape = next(tuple(each.shape) for each in tensors if isinstance(each, ParamOfModel))
         raise ZcError(
-            f"{type(optimizer).__name__}.step() met a parameter of the model, of shape {shape}, which has its new "
-            f"values when the step has ended: {not_its_own(optimizer)}. Or read it in a hook "
-            "(register_step_post_hook)"
+            f"{type(optimizer).__name__}.step() met {what()}: the model has its new values when the step has ended, "
+            f"and {not_its_own(optimizer)}"
         )
+
+
+def _ask_in_step(func: _Function, args: Any, kwargs: Any) -> Any:
+    tensors = torch_private.tensors_in((args, kwargs))
+    shapes = (tuple(each.shape) for each in tensors if isinstance(each, ParamOfModel))
+    refuse_in_step(lambda: f"a parameter of the model, of shape {next(shapes)}")
     with torch_private.without_torch_function():
         return func(*args, **kwargs)
 

@@ -37,6 +37,7 @@ from zc.engine.memory_order import Sent, change_each, flattened, in_shape, is_cu
 from zc.engine.param_checks import ParamOfModel
 from zc.errors import PlanError, ZcError, kept_params, not_its_own
 from zc.kernels.copy_writes import same_bits
+from zc.optim import trials
 from zc.optim.assignment import is_known
 from zc.optim.flat_slices import FlatSlices, are_same
 from zc.optim.grad_shards import GradShards, ShardedGrad
@@ -607,6 +608,9 @@ class ShardedOptimizer:
         self.publish_rest()
         self.grad_shards.unscaled.discard(self.number)
         self._check_places("before step()")
+        if not self._is_known and self.runtime.group.shard.world_size > 1:
+            arguments = {f"argument {k} of step()": arg for k, arg in [*enumerate(args), *kwargs.items()] if k}
+            trials.refuse_positions(self.optimizer, arguments, self._words)
         closure = _closure_in(args, kwargs)
         if closure is not None:
             args, kwargs = self._run_closure(closure, args, kwargs)
@@ -646,6 +650,11 @@ class ShardedOptimizer:
     def _keeps_params(self) -> bool:
         """Whether it has parameters beside its groups, when it first steps."""
         return not self._is_known and bool(kept_params(self.optimizer))
+
+    @cached_property
+    def _words(self) -> list[str]:
+        """What the code of its step names."""
+        return sorted(mentions(type(self.optimizer), "step"))
 
     @cached_property
     def _calls_of_closure(self) -> tuple[int, bool] | None:

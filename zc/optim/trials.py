@@ -52,7 +52,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zc import torch_private
-from zc.errors import PlanError
+from zc.errors import PlanError, ZcError
 from zc.optim.local import REPLACED, class_of
 from zc.optim.one_rank import one_rank
 from zc.planning.traits import num_states
@@ -189,17 +189,64 @@ def check_positions(optimizer: Optimizer, device: torch.device) -> None:
         places.append((f"option of parameter group {number}:", options, group["params"], group))
     for where, items, params, group in places:
         fit = [k for k, item in items.items() if isinstance(item, (list, tuple)) and len(item) == len(params) > 1]
-        by_shape = [key for key in fit if all(map(_is_value_of, items[key], params))]
+        by_shape = [key for key in fit if _are_values_of(items[key], params, everything)]
         if by_shape or (fit and _depends_on_position(optimizer, group, len(params), device)):
-            raise PlanError(
-                f"{type(optimizer).__name__} has an entry for each of {len(params)} parameters, by position ({where} "
-                f"{(by_shape or fit)[0]}), and ranks own different parameters. Give parameters with other options "
-                "groups of their own, and keep tensors in optimizer.state[param]"
-            )
+            raise PlanError(_by_position(optimizer, len(params), f"{where} {(by_shape or fit)[0]}"))
 
 
-def _is_value_of(item: Any, param: Tensor) -> bool:
-    return isinstance(item, Tensor) and not isinstance(item, nn.Parameter) and item.shape == param.shape
+def refuse_positions(optimizer: Optimizer, arguments: Mapping[str, Any], words: Iterable[str]) -> None:
+    """Raises ZcError where an argument of ``step``, or what its code names (``words``), has a tensor for each parameter
+    by position, which a step would pair with other parameters, or is a dict by parameters, where slices are not."""
+    groups = vars(optimizer)["param_groups"]
+    lists = [[param for group in groups for param in group["params"]], *(group["params"] for group in groups)]
+    own, has_names = set(map(id, lists[0])), any("param_names" in group for group in groups)
+    for where, value in arguments.items():
+        if isinstance(value, Iterator):  # such as model.parameters()
+            raise ZcError(_by_position(optimizer, len(own), where))
+    for where, value in (*arguments.items(), *_in_reach(optimizer, words)):
+        items = list(value.parameters()) if isinstance(value, nn.Module) else value
+        if isinstance(value, Mapping):
+            if any((id(key) if isinstance(key, Tensor) else key) in own for key in value):
+                raise ZcError(
+                    f"{type(optimizer).__name__}.step() looks into {where}, whose keys are the model's parameters, and "
+                    "it has this rank's elements of them instead. Keep what belongs to a parameter in "
+                    "optimizer.state[param], and read self.state[p] in step()"
+                )
+            items = [] if has_names else list(value.values())
+        for params in lists if isinstance(items, (list, tuple)) and len(items) > 1 else ():
+            if len(items) == len(params) and _are_values_of(items, params, lists[0]):
+                raise ZcError(_by_position(optimizer, len(params), where))
+
+
+def _in_reach(optimizer: Optimizer, words: Iterable[str]) -> Iterator[tuple[str, Any]]:
+    """What the code of ``step`` reaches by one of its ``words``: an attribute, an attribute of that, a global, or a
+    variable of the function around it."""
+    step: Any = inspect.unwrap(class_of(optimizer).step)
+    space, code, cells = (getattr(step, name, None) for name in ("__globals__", "__code__", "__closure__"))
+    for word in words:
+        value = vars(optimizer).get(word) if word not in ("state", "param_groups") else None
+        yield f"self.{word}", value
+        if hasattr(value, "__dict__") and not isinstance(value, (nn.Module, Optimizer, *_SHARED)):
+            yield from ((f"self.{word}.{name}", vars(value)[name]) for name in words if name in vars(value))
+        yield word, (space or {}).get(word)
+    for word, cell in zip(code.co_freevars, cells, strict=True) if code and cells else ():
+        with contextlib.suppress(ValueError):  # it is empty
+            yield word, cell.cell_contents
+
+
+def _by_position(optimizer: Optimizer, number: int, where: str) -> str:
+    return (
+        f"{type(optimizer).__name__} has an entry for each of {number} parameters, by position ({where}), and ranks "
+        "own different parameters. Give parameters with other options groups of their own, and keep tensors in "
+        "optimizer.state[param]: step() finds them in self.state[p]"
+    )
+
+
+def _are_values_of(items: Sequence[Any], params: Sequence[Tensor], own: Sequence[Tensor]) -> bool:
+    """Whether each is a tensor of the parameter's shape, or a pair of a name and that, and none is one of ``own``."""
+    tensors = [item[-1] if isinstance(item, tuple) and item else item for item in items]
+    pairs, ids = zip(tensors, params, strict=True), set(map(id, own))
+    return all(isinstance(t, Tensor) and t.shape == p.shape and id(t) not in ids for t, p in pairs)
 
 
 def _depends_on_position(optimizer: Optimizer, group: Mapping[str, Any], number: int, device: torch.device) -> bool:

@@ -24,7 +24,7 @@ from zc import torch_private
 from zc.engine.core import Core, Part, weakly
 from zc.engine.memory_order import in_shape
 from zc.engine.owners import spread_run
-from zc.engine.param_checks import Places
+from zc.engine.param_checks import Places, refuse_in_step
 from zc.engine.program import Program
 from zc.engine.weights import Weights
 from zc.errors import ZcError
@@ -197,6 +197,7 @@ class ShardedWeights(Weights):
 
         Raises ZcError inside of a forward or backward, or if one of them, an update, a save or a load comes between two
         units."""
+        refuse_in_step(lambda: "a gather of the model's weights")
         core = self.core
         sharded = {} if self.is_unsharded else core.plan.sharded_names
         if sharded and self.passes.is_passing:
@@ -218,6 +219,7 @@ class ShardedWeights(Weights):
         if self.passes.is_unsharded:
             yield
             return
+        refuse_in_step(lambda: "zc.whole_parameters")
         self.synchronize()
         before = set(self.whole.buckets)
         rounded = {index for index in core.sharded_buckets if core.plan.encodes_gathers(core.plan.bucket(index))}
@@ -401,6 +403,7 @@ class ModelPasses(Part):
     @contextmanager
     def forward(self) -> Iterator[None]:
         """The model's forward runs inside: compiled code finds plain parameters."""
+        refuse_in_step(lambda: "the model's forward")
         core = self.core
         is_part = self.is_unsharded or torch_private.current_graph_task() != -1  # of a use that has begun, a backward
         is_outer = self._depth == 0 and not self.is_unsharded
