@@ -179,7 +179,7 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
     config_options = {name: value for name, value in locals().items() if name in OPTIONS}
     check_initialized()
     ranks = ranks_of(mesh, group, RANKS, reads_memory=is_on_cpu(model, device))
-    with contextlib.ExitStack() as undo:
+    with torch.inference_mode(False), contextlib.ExitStack() as undo:
         with ranks.refuse_together():
             unset_params, unset_buffers = move_from_meta(model, device, stage, undo)
             request = resolve(model, optimizer, config_options, ranks)
@@ -321,7 +321,7 @@ def recompile(model: nn.Module) -> None:
         PlanError, TypeError: as `compile`; nothing has changed. RankMismatchError: ranks differ in what is trainable.
     """
     compiled = sharded(model)
-    with compiled.runtime.weights.named_plainly():
+    with torch.inference_mode(False), compiled.runtime.weights.named_plainly():
         _recompile(model, compiled)
 
 
@@ -453,6 +453,7 @@ def close(model: nn.Module) -> None:
         _make_plain(model, compiled)
 
 
+@torch.inference_mode(False)
 def _make_plain(model: nn.Module, compiled: ShardedModel) -> None:
     """Removes from the model and its optimizers what `zc.compile` has put there."""
     del COMPILED[model]

@@ -135,6 +135,12 @@ def version(param: torch.Tensor) -> int:
     return int(param._version)
 
 
+def copies_before_writes() -> bool:
+    """Whether torch copies what autograd has saved before a function writes it, as it does inside
+    ``torch.autograd.graph.allow_mutation_on_saved_tensors()``. (A flag of that module's, 2.11 to 2.15.)"""
+    return torch.autograd.graph._allow_mutation_on_saved_tensors_enabled
+
+
 def num_accumulate_hooks(params: Iterable[torch.nn.Parameter]) -> list[int]:
     """Post-accumulate-grad hooks on each parameter: one call for all, since each backward asks.
     (``Tensor._post_accumulate_grad_hooks``, since 2.1.)"""

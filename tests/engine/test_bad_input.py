@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -352,6 +353,42 @@ def test_what_inference_mode_made_is_refused_by_name(kind: str) -> None:
         else:
             model = nn.Linear(4, 4)
     refused(zc.PlanError, f"{kind} {'mask' if kind == 'buffer' else 'weight'} was made under", ".clone()", model=model)
+
+
+@pytest.mark.parametrize("call", ["compile", "recompile", "load", "load_state_dict", "optimizer", "close"])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_calls_inside_inference_mode_make_plain_tensors(call: str, stage: int, tmp_path: Path) -> None:
+    """The next forward or step ended in torch's error, "Inference tensors cannot be saved for backward"."""
+    model = mlp()
+    model[0].requires_grad_(call != "recompile")
+    optimizer, options = adamw(model), {"backend": "eager", "stage": stage}
+    x = torch.randn(4, model[0].in_features)
+
+    def step() -> None:
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    with torch.inference_mode(call == "compile"):
+        zc.compile(model, optimizer, **options)
+    step()
+    zc.save(tmp_path / "saved", model, optimizer)
+    state = {"model": zc.full_state_dict(model), "optimizer": zc.full_optimizer_state(model, optimizer)}
+    model[0].requires_grad_()
+    calls: dict[str, Callable[[], object]] = {
+        "recompile": lambda: zc.recompile(model),
+        "load": lambda: zc.load(tmp_path / "saved", model, optimizer),
+        "load_state_dict": lambda: zc.load_state_dict(model, optimizer, state),
+        "optimizer": lambda: optimizer.load_state_dict(state["optimizer"]),
+        "close": lambda: zc.close(model),
+    }
+    with torch.inference_mode():
+        calls.get(call, bool)()
+    if call == "close":
+        assert not any(param.is_inference() for param in model.parameters())
+    else:
+        step()
+    zc.close(model)
 
 
 @pytest.mark.parametrize("shape", [(4,), (3, 4)])

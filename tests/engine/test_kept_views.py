@@ -4,6 +4,7 @@ update. In plain PyTorch they have the new values; here they are refused by name
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -87,6 +88,33 @@ def test_code_between_compiled_parts_is_told() -> None:
         optimizer.step()
     assert "outlives the update" in str(zc.explain(net))
     zc.close(net)
+
+
+def delayed(**options: Any) -> list[Tensor]:
+    """The weights, where each backward goes through the forward of before the update before it (PipeDream)."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+    if options:
+        zc.compile(net, optimizer, backend="eager", **options)
+    with torch.autograd.graph.allow_mutation_on_saved_tensors():
+        before = net(X).square().mean()
+        for _ in range(3):
+            loss = net(X).square().mean()
+            before.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            before = loss
+    weights = list(zc.full_state_dict(net).values()) if options else list(net.state_dict().values())
+    zc.close(net)
+    return weights
+
+
+@pytest.mark.parametrize("options", [{"stage": 1}, {"stage": 2}, {"stage": 2, "offload": "cpu"}, {"stage": 3}])
+def test_what_autograd_has_saved_is_copied_before_an_update_where_torch_does_so(options: dict[str, Any]) -> None:
+    """An update writes flat_param, which that mode does not see: stages 1 and 2 took the new weights, in silence."""
+    for one, other in zip(delayed(), delayed(**options), strict=True):
+        torch.testing.assert_close(other, one, rtol=0, atol=1e-6)
 
 
 def flattened(net: nn.Module) -> Tensor:

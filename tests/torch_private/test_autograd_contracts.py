@@ -38,6 +38,19 @@ def test_a_profiler_is_seen() -> None:
 # --- autograd ---
 
 
+@contract("copies_before_writes", "torch.autograd.graph._allow_mutation_on_saved_tensors_enabled")
+def test_saved_tensors_are_copied_before_writes() -> None:
+    weight, x = nn.Parameter(torch.ones(2)), torch.ones(2, requires_grad=True)
+    assert not torch_private.copies_before_writes()
+    with torch.autograd.graph.allow_mutation_on_saved_tensors():
+        assert torch_private.copies_before_writes()
+        loss = (weight * x).sum()
+        with torch.no_grad():
+            torch._foreach_mul_([weight], 3)
+        loss.backward()
+    assert x.grad is not None and x.grad.tolist() == [1, 1] and not torch_private.copies_before_writes()
+
+
 @contract("lacks_forward_mode", "torch.autograd.forward_ad")
 def test_a_function_without_jvp_says_so() -> None:
     class NoJvp(torch.autograd.Function):

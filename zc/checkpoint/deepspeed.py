@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from zc.optim.optimizer import ShardedOptimizer
 
 
+@torch.inference_mode(False)
 def load_universal(path: str | Path, model: nn.Module, optimizer: Optimizers) -> None:
     """Loads weights and optimizer states of a DeepSpeed universal checkpoint into a compiled model, under any plan.
 

@@ -49,6 +49,7 @@ def state_dict(model: nn.Module, optimizer: Optimizers) -> dict[str, Any]:
     return for_dcp(state_of(model, synchronized(model, optimizer)))
 
 
+@torch.inference_mode(False)
 def load_state_dict(model: nn.Module, optimizer: Optimizers, state: Mapping[str, Any]) -> None:
     """Loads a state: one from `state_dict`, filled by ``dcp.load``, or one of plain whole tensors.
 
@@ -80,7 +81,7 @@ def _in_turn(function: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         model: Any = kwargs.get("model", args[1] if len(args) > 1 else None)
-        with _TURNS.setdefault(sharded(model), threading.RLock()):
+        with _TURNS.setdefault(sharded(model), threading.RLock()), torch.inference_mode(False):
             return function(*args, **kwargs)
 
     return run

@@ -272,6 +272,10 @@ class ParamWrites:
         if masters:
             self._core.wait_for_host_memory()  # the last update may still copy from the masters
             copy_writes(masters, [own.to(masters[0].device) for own in weights], before or None)
+        if torch_private.copies_before_writes():  # it does not see updates, which write flat_param
+            with torch.no_grad(), torch_private.without_torch_function():
+                for name in self._places:
+                    self._core.params[name].mul_(1)
 
     def weights_apart(self) -> list[Tensor]:
         """The flat_param of each bucket whose masters lie elsewhere."""
