@@ -19,6 +19,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from tiers import FULL, full_only
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, DistributedSampler
@@ -146,6 +147,9 @@ def _fit(
             result["validated"] = trainer.validate(module, data, verbose=False)
             first = trainer.validate(module, data, verbose=False, ckpt_path=f"{resume or folder + '/epoch=0.ckpt'}")
             result["validated first"] = first[0]["val"]
+            if options is not None:  # to validate, DDPStrategy had to read past it
+                with pytest.raises(zc.PlanError, match="leave DDP out"):
+                    DistributedDataParallel(module)
         return result
 
 
