@@ -9,6 +9,8 @@ from schedules import cases, make, schedule
 from simulation import Case
 from tiers import FULL
 
+from zc.schedule.nodes import steps
+
 
 def num_orders(case: Case) -> int:
     if FULL:
@@ -25,6 +27,14 @@ def test_one_result_under_all_orders(case: Case) -> None:
         worst = worst[:9]
     for choose in (*worst, *(adversary.seeded(seed) for seed in range(num_orders(case)))):
         assert simulation.same(reference, simulation.run(case, choose))
+
+
+@pytest.mark.parametrize("case", cases(), ids=lambda c: c.name)
+def test_no_write_waits_for_a_read_that_nothing_records(case: Case) -> None:
+    """Where comm.host alone reads a flat_grad, main waits for it at the schedule's end."""
+    nodes = [(str(node.target.__name__), str(node.args[0])) for graph in case.graphs for node in steps(graph)]
+    waits, records = ({e for kind, e in nodes if kind == name} for name in ("wait_event", "record_event"))
+    assert {event for event in waits if event.startswith("done/flat_grad")} <= records
 
 
 def test_all_orders_of_small_schedules() -> None:

@@ -370,7 +370,8 @@ class Acc(enum.Enum):
 
 
 class Accumulators:
-    """The first argument of each function in `zc.engine.operations`, also of those that move weights.
+    """What one rank's accumulators hold, and with it all that an operation needs: buffers, routes and ranks. It is the
+    first argument of each function in `zc.engine.operations`, also of those that move weights.
 
     Threads: every operation runs on the thread of its stream. That of the main stream is the one that issues schedules:
     autograd's during a backward, the caller's otherwise.

@@ -251,8 +251,9 @@ TABLE: dict[type[Op], Function] = {
 
 
 class MayReduce(Protocol):
-    """Whether all ranks agree to reduce: asked before an operation that depends on it. ``starts``: the operation is the
-    first one of a bucket's reduction."""
+    """Whether all ranks agree to reduce: asked before an operation that depends on it. `Agreement.permission` gives it,
+    with several ranks `zc.engine.announcements.Announcement.may_reduce`. ``starts``: the operation is the first one of
+    a bucket's reduction."""
 
     def __call__(self, *, starts: bool = False) -> bool: ...
 

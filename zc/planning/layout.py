@@ -125,7 +125,7 @@ class FlatLayout:
 
     def net_range(self, rank: int) -> tuple[int, int]:
         """Elements [start, stop) that the l-th ranks of all hosts, this one among them, reduce with each other: H
-        shards. Inside its host each rank sums one such range."""
+        shards. Inside its host each rank sums one such range. With one host it is the rank's shard."""
         start = self.shard_of(rank) // self.num_hosts * self.numel_net_range
         return start, start + self.numel_net_range
 

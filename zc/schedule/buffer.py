@@ -61,13 +61,18 @@ def _sums_apart(plan: Plan, hop: Hop) -> bool:
     return hop.is_direct and len(plan.hops) > 1
 
 
+def _is_sent_on_comm(plan: Plan) -> bool:
+    """Whether comm reads flat_grads. What comm.host alone reads is free when the schedule has ended."""
+    return plan.placement.shards_gradients and not _sums_apart(plan, plan.hops[0])
+
+
 def _gathers_while_reading(plan: Plan) -> bool:
     return plan.overlap and bool(plan.sharded)
 
 
 KINDS = {
-    "flat_grad": Kind("gradients of one bucket; a ring", COMM, shared="stage 2 with overlap",
-                      is_shared=lambda plan, _: plan.overlap and plan.placement.shards_gradients),
+    "flat_grad": Kind("gradients of one bucket; a ring", COMM, shared="stage 2 with overlap, where comm reads it",
+                      is_shared=lambda plan, _: plan.overlap and _is_sent_on_comm(plan)),
     "scratch": Kind("what one hop of a reduction sends or has received", COMM),
     "update": Kind("encoded differences between the masters of one bucket and its weights", COMM),
     "host_sum": Kind("several hops: the sum of one, over the ranks of a host or replica; a ring", COMM,

@@ -8,9 +8,10 @@
         wait('e0', 'comm')
         on('comm', lambda: ops.reduce(0, 'acc[0]', 'flat_grad[0]'))
 
-``v`` holds the values by name. A value leaves it at its last use in program order, in the list that the segment gets,
-so that the segment can free it. Values that the output returns stay. `ReadWeights` and `FreeWeights` are no statements:
-they stand for the reads of the graphs around them, so that the proof sees these.
+``ops`` is `zc.engine.operations.Operations`, whose attributes are the functions of its table, and ``streams`` a
+`zc.engine.streams.Streams`. ``v`` holds the values by name. A value leaves it at its last use in program order, in the
+list that the segment gets, so that the segment can free it. Values that the output returns stay. `ReadWeights` and
+`FreeWeights` are no statements: they stand for the reads of the graphs around them, so that the proof sees these.
 
 With ``plan``, each statement that is no event goes through ``named``, with its node, its stream, and its name in traces
 and NVTX: stream, kind, bucket; so does the moment at which weights are read or free. `zc.engine.ledger` has such a
