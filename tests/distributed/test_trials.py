@@ -322,10 +322,16 @@ class Decaying(Lion):
 
     steps = 0
     log: ClassVar[list[int]] = []
+    inside: ClassVar[Any] = {"counts": [defaultdict(int), deque([0])], "tensor": (torch.zeros(1),),
+                             "draws": torch.Generator()}  # fmt: skip
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         global RATE
+        counts, Decaying.latest = self.inside["counts"], self.inside  # type: ignore[attr-defined]
+        counts[0]["steps"] += 1
+        counts[1].append(1)
+        self.inside["tensor"][0].add_(torch.rand(1, generator=self.inside["draws"]))
         RATE /= 2
         UPDATES["number"] += 1
         Decaying.steps += 1
@@ -347,7 +353,10 @@ def test_a_trial_counts_no_step_of_the_class() -> None:
         assert not habits_of(optimizer, optimizer.param_groups, CPU).draws
         calls_of_closure(optimizer)
         assert calls == [] and (Decaying.steps, Decaying.log, UPDATES, RATE) == (0, [], {"number": 0}, 1.0)
-        assert LAST["grad"] is last
+        assert LAST["grad"] is last and not hasattr(Decaying, "latest")
+        inside = Decaying.inside
+        assert inside["counts"] == [defaultdict(int), deque([0])] and not inside["tensor"][0].any()
+        assert torch.equal(inside["draws"].get_state(), torch.Generator().get_state())
         for param in optimizer.param_groups[0]["params"]:
             param.grad = torch.ones_like(param)
         optimizer.step()

@@ -39,8 +39,8 @@ import math
 import pickle
 import random
 import sys
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import BuiltinFunctionType, CodeType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any, NamedTuple
@@ -621,34 +621,67 @@ def _drawing_apart(seed: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _undoing_counts(cls: type[Optimizer]) -> Iterator[None]:
-    """Numbers, strings and containers among the attributes of the class, and among the globals that its code names, are
-    afterwards as they were: a class may count its steps there."""
-    attributes: list[tuple[Callable[..., None], str, Any]] = []
+    """Attributes of the class, globals that its code names, and what is in these (containers, tensors and generators,
+    however deep) are afterwards as they were: a class may count its steps there."""
+    places: list[tuple[Any, Any, Mapping[str, Any], set[str] | None]] = []  # what sets and deletes a name, where, which
     for each in _own_classes(cls):
-        attributes += [(partial(setattr, each), name, item) for name, item in vars(each).items()]
+        places.append((partial(setattr, each), partial(delattr, each), vars(each), None))
         for function in map(inspect.unwrap, filter(inspect.isfunction, vars(each).values())):
-            space, words = function.__globals__, _words(function.__code__)
-            attributes += [(space.__setitem__, word, space[word]) for word in words if word in space]
-    before = [(put, name, item, copy.copy(item)) for put, name, item in attributes if type(item) in _PLAIN]
+            space = function.__globals__
+            places.append((space.__setitem__, space.__delitem__, space, set(_words(function.__code__))))
+
+    def named(space: Mapping[str, Any], words: set[str] | None) -> dict[str, Any]:
+        names = space if words is None else words & space.keys()
+        return {name: space[name] for name in names if not name.startswith("__")}
+
+    before = [named(space, words) for *_, space, words in places]
+    contents: dict[int, tuple[Any, Any]] = {}
+    _note_contents(itertools.chain.from_iterable(map(dict.values, before)), contents)
     try:
         yield
     finally:
-        for put, name, item, value in before:
-            if not name.startswith("__"):
-                put(name, item)
-            if isinstance(item, list):
-                item[:] = value
-            elif isinstance(item, set):
-                item.intersection_update(value)
-                item.update(value)
-            elif isinstance(item, dict) and _identities(item) != _identities(value):
-                item.clear()
-                item.update(value)
+        for (put, drop, space, words), items in zip(places, before, strict=True):
+            now = named(space, words)
+            for name in now.keys() - items.keys():
+                drop(name)
+            for name in (name for name in items if now.get(name, before) is not items[name]):
+                put(name, items[name])
+        for item, content in contents.values():
+            _put_back(item, content)
 
 
-def _identities(items: dict[Any, Any]) -> list[int]:
-    """Of keys and values: equality would ask tensors for a bool."""
-    return [id(each) for pair in items.items() for each in pair]
+def _note_contents(items: Iterable[Any], contents: dict[int, tuple[Any, Any]]) -> None:
+    """Adds what can be written in these: each by its id, and what it has."""
+    for item in items:
+        if id(item) in contents:
+            continue
+        if isinstance(item, torch.Generator):
+            contents[id(item)] = item, item.get_state()
+        elif type(item) is Tensor and item.layout is torch.strided and not item.is_meta:
+            contents[id(item)] = item, item.detach().clone()
+        elif isinstance(item, (list, tuple, dict, set, deque)):
+            contents[id(item)] = item, _items_of(item)
+            _note_contents(_items_of(item), contents)
+
+
+def _put_back(item: Any, content: Any) -> None:
+    if isinstance(item, torch.Generator):
+        item.set_state(content)
+    elif isinstance(item, Tensor):
+        if not torch.equal(item, content):
+            item.detach().copy_(content)
+    elif list(map(id, _items_of(item))) != list(map(id, content)):
+        item.clear()
+        if isinstance(item, dict):
+            for key, value in zip(content[::2], content[1::2], strict=True):
+                item[key] = value
+        else:
+            (item.update if isinstance(item, set) else item.extend)(content)
+
+
+def _items_of(container: Any) -> list[Any]:
+    """Of a dict its keys and values in turn."""
+    return list(itertools.chain(*list(container.items())) if isinstance(container, dict) else container)
 
 
 def _states_of_python() -> bytes:
