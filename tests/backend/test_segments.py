@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -161,9 +162,11 @@ def test_compiled_autograd_is_refused() -> None:
 
     model = Net(2)
     zc.compile(model, torch.optim.SGD(model.parameters(), lr=0.1), backend="aot_eager")
-    loss = model(torch.randn(8, 32)).square().mean()
-    on = compiled_autograd._enable(torch.compile(backend="eager"))
-    with pytest.raises(zc.ZcError, match="compiled autograd"), on:
+    x, on = torch.randn(8, 32), partial(compiled_autograd._enable, torch.compile(backend="eager"))
+    with pytest.raises(zc.ZcError, match="compiled autograd"), on():
+        model(x)  # before its graph is compiled
+    loss = model(x).square().mean()
+    with pytest.raises(zc.ZcError, match="compiled autograd"), on():
         loss.backward()
 
 

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from torch import nn
 import zc
 from zc import registry
 from zc.engine.buffers import Accumulators
+from zc.ranks.control import Control
 from zc.ranks.process import ProcessGroups
 
 
@@ -146,3 +148,20 @@ def test_groups_of_a_dropped_model_go_with_their_default_group(store: dist.Store
     dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "other"), 1), rank=0, world_size=1)
     ProcessGroups((0,), "gloo")
     assert group() is None and destroyed is not dist.group.WORLD
+
+
+def test_a_group_stays_open_while_a_message_that_nobody_waits_for_is_on_its_way(store: dist.Store) -> None:
+    """The announcements of a dropped model go by messages; another rank may not have sent its own yet."""
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    groups, is_done = ProcessGroups((0,), "gloo"), [False]
+    on_its_way, group = SimpleNamespace(is_completed=lambda: is_done[0]), groups.new()
+    control: Any = SimpleNamespace(
+        _all_on_this_host=None, world_size=1, control=group, journal=None, _process_groups=groups,
+        _post=lambda *args, **options: on_its_way,
+    )  # fmt: skip
+    Control.gather_on_host(control, bytearray(1), b"x", "an announcement")
+    of_group = weakref.ref(group)
+    del groups, control, group
+    for is_done[0] in (False, True):
+        ProcessGroups((0,), "gloo").close_dropped(lambda row: row.view(1, -1))
+        assert (of_group() is None) == is_done[0]

@@ -9,15 +9,18 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from watched import Shelf, journal_of
 
 import zc
 from zc.ranks import journal
+from zc.ranks.control import backend_of, host_backend
 from zc.ranks.exchanges import Call, Exchanges, Work, collective, messages
 from zc.ranks.group import Group
 from zc.ranks.journal import EXCHANGES, GATHER, TO_OWNERS
@@ -177,3 +180,11 @@ def test_ranks_that_read_each_others_memory_send_no_messages() -> None:
     ranks.exchange_pieces([(1, rows[1])], [(1, rows[0])], TO_OWNERS, 0).wait()
     ranks.sum_(rows[0])
     assert calls == [GATHER, TO_OWNERS, "sum"]
+
+
+def test_a_group_s_backend_is_that_of_the_tensors_device(tmp_path: Path) -> None:
+    dist.init_process_group("cpu:gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        assert backend_of(None, "cpu") == host_backend(None) == "gloo" and backend_of(None, "cuda") is None
+    finally:
+        dist.destroy_process_group()
