@@ -55,7 +55,8 @@ from zc.optim.optimizer import ShardedOptimizer, refuse_closed, replace_methods,
 from zc.planning.blocks import find_singles, matrices_around
 from zc.planning.plan import Bucket, Plan
 from zc.prepare import RANKS, Request, features_of, fingerprint, notes_of, plan_of, resolve
-from zc.ranks.group import Group, ranks_of
+from zc.ranks.group import Group
+from zc.ranks.meshes import ranks_of
 from zc.registry import COMPILED, is_ours, sharded
 from zc.report import diverged
 from zc.weights.param import without_bytes

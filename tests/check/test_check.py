@@ -34,7 +34,7 @@ from zc.checking.loop import Loop, Report, Worst, steps_of
 from zc.checking.reference import Reference
 from zc.checking.values import Randomness, copied, digest, joined, packed, unpacked
 from zc.config import Config
-from zc.ranks.group import ranks_of
+from zc.ranks.meshes import ranks_of
 
 sys.path.insert(0, str(Path(__file__).parent))
 

@@ -42,7 +42,8 @@ from zc.log import tell
 from zc.machine import available_nbytes, free_nbytes, ranks_on_this_host
 from zc.optim.assignment import given_in, parts_of
 from zc.prepare import RANKS, fingerprint, resolve
-from zc.ranks.group import Group, ranks_of
+from zc.ranks.group import Group
+from zc.ranks.meshes import ranks_of
 from zc.registry import COMPILED
 
 WITHOUT_REFERENCE = ("rank-dependent", "not-finite", "other-optimizer")
