@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -19,7 +21,9 @@ from simulation import Simulation, same
 from torch import Tensor
 
 from zc.engine.streams import ThreadStreams
+from zc.errors import ZcError
 from zc.schedule import codegen
+from zc.schedule.buffer import MAIN
 from zc.schedule.nodes import op_of, results, steps
 from zc.schedule.spec import Segment
 
@@ -228,3 +232,33 @@ def test_what_is_under_way_at_exit_is_done_first() -> None:
     under the thread: what it had to do is lost, or std::terminate ends a process that had succeeded."""
     run = subprocess.run([sys.executable, "-c", _LATE], capture_output=True, text=True, timeout=120)
     assert run.stdout == "hooked\n" and run.returncode == 0, run.stderr
+
+
+def test_a_forked_process_has_no_threads_to_wait_for() -> None:
+    """A child that evaluated while gathers were under way (overlap_gather) waited for ever."""
+    streams, gate, (end, begin) = ThreadStreams(), threading.Event(), os.pipe()
+    streams.run_on("comm", lambda: None)
+    streams.record("done", "comm")
+    streams.join_main()
+    streams.run_on("comm", gate.wait)
+    streams.record("under way", "comm")
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)
+        calls = (lambda: streams.wait("done", MAIN), lambda: streams.wait("under way", MAIN), streams.join_main)
+        for call in calls:
+            try:
+                call()
+                os.write(begin, b"no error\n")
+            except ZcError as error:
+                os.write(begin, f"{error}\n".encode())
+        os._exit(0)
+    os.close(begin)
+    assert os.waitpid(child, 0)[1] == 0, "it waits"
+    with open(end) as file:
+        first, *others = file.read().splitlines()
+    assert first == "no error"
+    assert len(others) == 2 and all("none of its threads, which gather weights" in text for text in others)
+    gate.set()
+    streams.join_main()
+    streams.close()

@@ -12,6 +12,7 @@ counts these waits.
 from __future__ import annotations
 
 import atexit
+import os
 import queue
 import threading
 import traceback
@@ -25,6 +26,7 @@ import torch
 from torch import Event, Stream
 
 from zc.engine.ledger import Clock
+from zc.errors import ZcError
 from zc.ranks import process
 from zc.schedule.buffer import COMM, HOST, MAIN
 
@@ -96,12 +98,23 @@ class Lane:
         # other one meanwhile.
         self.error: BaseException | None = None
         self._tasks: queue.SimpleQueue[Task | _Fence | None] = queue.SimpleQueue()
+        self._process = os.getpid()
         self._last_fence: _Fence | None = _REACHED  # that was put; None: a task was, which refers to the model's memory
         self.thread = process.start_thread(_work, (weakref.ref(self), self._tasks), f"zc {name}")
         self.close = weakref.finalize(self, self._tasks.put, None)
         _LANES.add(self)
 
+    def check(self) -> None:
+        """Raises ZcError in a process that was forked: the thread is its parent's, so a wait for it would not end."""
+        if self._process != os.getpid():
+            raise ZcError(
+                f"process {os.getpid()} was forked from process {self._process}, and has none of its threads, which "
+                "gather weights: before a fork call zc.synchronize(model); in stage 3 and with shard_frozen, fork "
+                "inside `with zc.whole_parameters(model):`"
+            )
+
     def put(self, task: Task | _Fence) -> None:
+        self.check()
         self._last_fence = task if isinstance(task, _Fence) else None
         self._tasks.put(task)
 
@@ -216,6 +229,7 @@ class ThreadStreams(Streams):
             if self._deferred:
                 self._run_deferred(fence)
             if not fence.reached.is_set():
+                self._lanes[recorded_on].check()
                 self.wait_for(fence.reached)
             if self._lanes[recorded_on].error is not None:  # a lane reaches a fence after an error, too
                 self._raise(recorded_on)
