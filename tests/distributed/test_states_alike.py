@@ -109,8 +109,10 @@ def _count_some_anew(optimizer: Any, params: list[nn.Parameter], step: int) -> N
 
 
 def _zero_some_counts(optimizer: Any, params: list[nn.Parameter], step: int) -> None:
+    """One is kept by the loop, the other is not."""
     if step == 3:
-        optimizer.counts = [optimizer.state[param]["step"].zero_() for param in (params[0], params[4])]
+        optimizer.count = optimizer.state[params[0]]["step"].zero_()
+        optimizer.state[params[4]]["step"].zero_()
 
 
 def _keep_some(optimizer: Any, params: list[nn.Parameter], step: int) -> None:

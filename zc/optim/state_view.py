@@ -11,6 +11,7 @@ shows the same keys as others, learned from a state that it has, so that loops o
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
@@ -23,6 +24,7 @@ from torch import Tensor
 from zc import torch_private
 from zc.engine.memory_order import change_each, is_cut
 from zc.errors import ZcError
+from zc.optim.flat_slices import ALONE
 from zc.optim.trials import SHAPE, states_of_trial
 
 if TYPE_CHECKING:
@@ -84,9 +86,10 @@ class StateView(MutableMapping[Any, Any]):
         self._first_count: float | None = None  # the class's `step` before a parameter's first update, once it is known
         self._trials: dict[int, dict[Any, Any]] = {}  # states of small data, by the number of dimensions
         self._added: dict[str, set[Any]] = {}  # keys that the caller has put into a state, and the class does not make
-        # Of parameters without a slice here, by name and key: the numbers that somebody holds, such as a count of
-        # steps, which go on as the class's own would; and their versions, by which a write into one shows
-        self._numbers: weakref.WeakValueDictionary[tuple[str, Any], Tensor] = weakref.WeakValueDictionary()
+        # Of parameters without a slice here, by name and key: the numbers that were asked for since the last update, or
+        # that somebody holds, such as a count of steps, which go on as the class's own would; and their versions, by
+        # which a write into one shows
+        self._numbers: dict[tuple[str, Any], Tensor] = {}
         self._versions: dict[tuple[str, Any], int] = {}
 
     @property
@@ -230,7 +233,7 @@ class StateView(MutableMapping[Any, Any]):
             return kept
         if name in self._elsewhere or name not in self._updated:
             return self._elsewhere.get(name)
-        of_name = [(key, held) for (of, key), held in list(self._numbers.items()) if of == name]
+        of_name = [(key, held) for (of, key), held in self._numbers.items() if of == name]
         written = {key: held.clone() for key, held in of_name
                    if torch_private.version(held) != self._versions[name, key]}  # fmt: skip
         items = self._like_others(name)
@@ -403,6 +406,8 @@ class StateView(MutableMapping[Any, Any]):
         """The class's state may have changed: what the caller still holds shows it."""
         for name in {name for name, _ in self._numbers} if self._numbers else ():
             self._kept(name)
+        for where in [where for where in self._numbers if sys.getrefcount(self._numbers[where]) == ALONE]:
+            del self._numbers[where]
         for name, state in list(self._held.items()) if self._held else ():
             state.show(self._items_of(name))
 
