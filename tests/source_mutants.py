@@ -37,6 +37,8 @@ ROOMS = {  # by name: where the source is, and the tests that should notice
     "checkpoint": ("zc/checkpoint", ("tests/checkpoint", "tests/distributed")),
     "offload": ("zc/offload", ("tests/engine", "tests/cuda", "tests/distributed/test_offload.py", "tests/distributed")),
     "checking": ("zc/checking", ("tests/check",)),
+    "report": ("zc/report", ("tests/report", "tests/plan", "tests/backend")),
+    "integrations": ("zc/integrations", ("tests/integrations",)),
 }
 LIMIT_S = 1800.0  # of the tests of one edit; what hangs is noticed
 TURNED: dict[type[ast.AST], type[ast.AST]] = {
