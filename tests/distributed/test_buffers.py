@@ -187,14 +187,14 @@ def _rank_0_evaluates(rank: int, world_size: int, how: str) -> list[Any]:
                 optimizer.zero_grad()
                 if how == "observes not":
                     model.observes.fill_(0)
-                elif how == "samples":  # in training mode, and nothing but the norm's statistics is written
+                elif how in ("samples", "attacks"):  # the former writes statistics alone, the latter nothing
                     model.observes.data.fill_(0)
                 model.train(how == "samples")
                 if rank == 0:
-                    with torch.no_grad():
+                    with torch.set_grad_enabled(how == "attacks"):
                         model(_batch(rank, step, 9)[0])
                 model.train()
-                if how == "samples":
+                if how in ("samples", "attacks"):
                     model.observes.data.fill_(1)
                 elif how != "observes":
                     model.observes.fill_(1 if how == "observes not" else step % 2)
@@ -203,7 +203,7 @@ def _rank_0_evaluates(rank: int, world_size: int, how: str) -> list[Any]:
     return results
 
 
-@pytest.mark.parametrize("how", ["observes", "observes not", "is told afterwards", "samples"])
+@pytest.mark.parametrize("how", ["observes", "observes not", "is told afterwards", "samples", "attacks"])
 def test_rank_0_may_evaluate_alone_before_all_write_buffers(how: str) -> None:
     """Its evaluation counted as the forward that sends what the program writes afterwards: another rank waited for it
     (RankMismatchError after the time limit), or trained with what rank 0 had sent before (weights 8 % off)."""

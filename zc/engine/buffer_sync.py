@@ -11,10 +11,11 @@ forward once more: rank 0 sends, the others wait for it. Where some ranks alone 
 it, or the watch finds ranks that wait for each other: an error on all ranks. A buffer that is written past autograd's
 count (``buffer.data``) stays each rank's own until the forward after the next boundary.
 
-A rank may evaluate alone before its first forward with gradients. So rank 0 sends written buffers in both forwards: a
-rank that evaluates takes the first message, one that only trains takes the second. Ranks that have all evaluated keep
-what they write after it, as with DDP's own call. Where rank 0 alone has, what its evaluation wrote is an error, but for
-the statistics of normalisations, which no forward in training mode reads.
+A rank may evaluate alone before it trains, also with gradients (of its input). So each message has the place of rank
+0's forward in the update, and a rank drops those from before its own. Rank 0 sends written buffers in its first
+forward, and in the first of training after evaluations: who evaluates takes the former, who only trains the latter.
+Ranks that have all evaluated keep what they write after it, as with DDP's own call. Where rank 0 alone has, what its
+evaluation wrote is an error, but for the statistics of normalisations, which no forward in training mode reads.
 
 Rank 0 waits for other ranks at the boundary alone, until its messages have arrived: it may drop its model next, and
 gloo drops a message that the receiver has not asked for. It sends a copy, in host memory, to each of them. Its last
@@ -50,8 +51,6 @@ if TYPE_CHECKING:
 # For whom rank 0 sends its buffers. The last: it had no forward, but its buffers were written
 _NOBODY, _WHO_HAS_TRAINED, _EVERY_RANK, _EVERY_RANK_AT_ONCE = range(4)
 _FOR_ALL = (_EVERY_RANK, _EVERY_RANK_AT_ONCE)
-# When a message about written buffers is due; the last: in the first forward with gradients, which is not the first
-_IN_TRAINING, _IN_EVALUATION, _AFTER_EVALUATION = range(3)
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm,
           nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)  # fmt: skip
 _WHAT = "the buffers of rank 0 (zc.compile(broadcast_buffers=False) leaves each rank its own)"
@@ -72,7 +71,10 @@ class BufferSync(Part):
         runtime.buffer_sync = self
         self._shapes = {name: (tuple(b.shape), b.dtype) for name, b in model.named_buffers()}
         self._is_due = False  # whether DDP would broadcast before the next forward
-        self._has_evaluated = False  # whether this update's first forward was without gradients
+        self._num_trained = 0  # forwards of this update with gradients and in training mode
+        # of the last forward: 3 for each such forward before it, 1 if with gradients, 1 more if it is such a one
+        self._place = 0
+        self._has_evaluated = False  # whether a forward of a lower place came before the first one of training
         self._has_trained = False  # whether this update had a forward with gradients
         self._has_ended = False  # whether rank 0 has reached the boundary of this update
         self._for_whom = _NOBODY  # the ranks that the buffers of rank 0's last message are for
@@ -89,19 +91,22 @@ class BufferSync(Part):
         core = self._core()
         if core is None:
             return
-        trains = torch.is_grad_enabled()
-        when = _AFTER_EVALUATION if self._has_evaluated else _IN_TRAINING if trains else _IN_EVALUATION
-        repeats = core.group.rank == 0 and trains and self._has_evaluated and not self._has_trained
+        model, has_grads = self._model(), torch.is_grad_enabled()
+        place = self._num_trained * 3 + has_grads * (1 + (model is not None and model.training))
+        self._has_evaluated |= not self._is_first and self._place < place < 3
+        repeats = core.group.rank == 0 and self._has_evaluated and self._place < place < 3
+        self._place, self._num_trained = place, self._num_trained + place % 3 // 2
         if (self._is_first or repeats) and self._was_due and (written := self._written()):
             self._is_due = True
-            self._exchange(is_last=False, written=written, when=when)
+            while self._exchange(is_last=False, written=written):
+                pass
         elif self._is_due and not self._has_ended:
-            self._exchange(is_last=False)
+            while self._exchange(is_last=False):
+                pass
         self.take_received()
-        self._has_evaluated |= self._is_first and not trains
         self._is_first = False
-        self._is_due = trains and core.is_boundary
-        self._has_trained |= trains
+        self._is_due = has_grads and core.is_boundary
+        self._has_trained |= has_grads
 
     def after_backward(self) -> None:
         """Called when a backward outside of no_sync has ended. Says where DDP might have sent buffers before the next
@@ -134,6 +139,7 @@ class BufferSync(Part):
         if not self._is_first or self._for_whom in _FOR_ALL:  # else this rank's last forward was before this update
             self._as_they_were = self._now() if self._was_due else {}
         self._has_ended = self._is_due = self._has_evaluated = self._has_trained = False
+        self._place = self._num_trained = 0
         self._num_unannounced = 0
         self._for_whom, self._is_first = _NOBODY, True
         while self._sent:
@@ -190,16 +196,17 @@ class BufferSync(Part):
         return ((name, buffer) for name, buffer in named if name not in self._own)
 
     @torch.no_grad()
-    def _exchange(self, *, is_last: bool, written: str = "", when: int = _IN_TRAINING) -> None:
+    def _exchange(self, *, is_last: bool, written: str = "") -> bool:
         """Sends or receives one message of rank 0: whether it is the update's last, and buffers if DDP would send
-        them. ``written``: a buffer that was written, where it is the message that follows writes, and ``when`` that is.
-        """
+        them. ``written``: a buffer that was written, where it is the message that follows writes. Returns whether the
+        message was from before this rank's forward, and is dropped."""
         group, by_device = self.core.group, self._by_device()
         nbytes = sum(b.nbytes for buffers in by_device.values() for b in buffers)
         for_whom = self._for_whom_now()
         stays_due = self._is_due or (self._is_first and self._was_due)  # an update without a forward changes nothing
-        is_read = bool(self._written(self._statistics()) if when == _AFTER_EVALUATION else written)
-        head = torch.tensor([is_last, for_whom, nbytes, is_read, stays_due, when], device="cpu")
+        is_read = bool(written and self._written(self._statistics() if self._has_evaluated else ()))
+        values = [is_last, for_whom, nbytes, is_read, stays_due, self._place, self._has_evaluated]
+        head = torch.tensor(values, device="cpu")
         if group.rank == 0:
             packs = [_pack(buffers).cpu() for buffers in self._in_message(by_device, head)]
             self._sent.append((group.send_to_all([head, *packs], "sending its buffers"), [head, *packs]))
@@ -208,28 +215,28 @@ class BufferSync(Part):
                 head, f"{_WHAT}, as {written} was written between two updates. {_TOGETHER}" if written else _WHAT
             )
         self._has_ended, self._for_whom, self._stays_due = bool(head[0]), int(head[1]), bool(head[4])
-        sent = int(head[5])
-        if sent != _AFTER_EVALUATION or not (written or self._has_evaluated):
+        place, has_evaluated = int(head[5]), bool(head[6])
+        is_past = not self._has_ended and place < self._place + (is_last and not self._is_first)
+        is_of_evaluation = is_past and (bool(written) or place % 3 < self._place % 3)
+        if not is_of_evaluation and not (has_evaluated and (written or self._has_evaluated)):
             self._compare_writes(written, rank_0_has_written=bool(head[3]))
         model = self._model()
         if self._for_whom == _NOBODY or model is None or group.rank == 0:
-            return
+            return False
         if int(head[2]) != nbytes:
             raise group.failure(
                 f"rank 0's buffers have {int(head[2]):,} bytes, those of rank {group.rank} {nbytes:,}"
                 f"{self._changed(model)}: buffers must have the same shapes on all ranks before a forward, or call "
                 "zc.compile(broadcast_buffers=False)"
             )
-        is_for_others = when != _IN_EVALUATION and sent == (_IN_EVALUATION if written else _AFTER_EVALUATION)
-        if self._is_for_this_rank and not is_for_others:
+        if self._is_for_this_rank and not is_past:
             self._received.clear()
         for buffers in self._in_message(by_device, head):
             packed = torch.empty(sum(b.nbytes for b in buffers), dtype=torch.uint8, device="cpu")
             group.receive(packed, _WHAT)
-            if not is_for_others:
+            if not is_past:
                 self._take(packed, buffers)
-        if is_for_others:
-            self._exchange(is_last=is_last, written=written, when=when)
+        return is_past
 
     def _compare_writes(self, written: str, *, rank_0_has_written: bool) -> None:
         """Raises RankMismatchError if this rank or rank 0 alone has written buffers before its first forward. A rank
