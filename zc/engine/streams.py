@@ -20,7 +20,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Event, Stream
@@ -98,23 +98,23 @@ class Lane:
         # other one meanwhile.
         self.error: BaseException | None = None
         self._tasks: queue.SimpleQueue[Task | _Fence | None] = queue.SimpleQueue()
-        self._process = os.getpid()
+        self.process = os.getpid()
         self._last_fence: _Fence | None = _REACHED  # that was put; None: a task was, which refers to the model's memory
         self.thread = process.start_thread(_work, (weakref.ref(self), self._tasks), f"zc {name}")
         self.close = weakref.finalize(self, self._tasks.put, None)
         _LANES.add(self)
 
-    def check(self) -> None:
-        """Raises ZcError in a process that was forked: the thread is its parent's, so a wait for it would not end."""
-        if self._process != os.getpid():
-            raise ZcError(
-                f"process {os.getpid()} was forked from process {self._process}, and has none of its threads, which "
-                "gather weights: before a fork call zc.synchronize(model); in stage 3 and with shard_frozen, fork "
-                "inside `with zc.whole_parameters(model):`"
-            )
+    def refuse_fork(self) -> NoReturn:
+        """Called in a process that was forked: the thread is its parent's, so a wait for it would not end."""
+        raise ZcError(
+            f"process {os.getpid()} was forked from process {self.process}, and has none of its threads, which "
+            "gather weights: before a fork call zc.synchronize(model); in stage 3 and with shard_frozen, fork "
+            "inside `with zc.whole_parameters(model):`"
+        )
 
     def put(self, task: Task | _Fence) -> None:
-        self.check()
+        if self.process != os.getpid():
+            self.refuse_fork()
         self._last_fence = task if isinstance(task, _Fence) else None
         self._tasks.put(task)
 
@@ -228,10 +228,12 @@ class ThreadStreams(Streams):
         if stream == MAIN:
             if self._deferred:
                 self._run_deferred(fence)
+            lane = self._lanes[recorded_on]
             if not fence.reached.is_set():
-                self._lanes[recorded_on].check()
+                if lane.process != os.getpid():
+                    lane.refuse_fork()
                 self.wait_for(fence.reached)
-            if self._lanes[recorded_on].error is not None:  # a lane reaches a fence after an error, too
+            if lane.error is not None:  # a lane reaches a fence after an error, too
                 self._raise(recorded_on)
         elif not fence.reached.is_set():
             self._put(stream, fence.reached.wait)
