@@ -51,6 +51,7 @@ if TYPE_CHECKING:
 # For whom rank 0 sends its buffers. The last: it had no forward, but its buffers were written
 _NOBODY, _WHO_HAS_TRAINED, _EVERY_RANK, _EVERY_RANK_AT_ONCE = range(4)
 _FOR_ALL = (_EVERY_RANK, _EVERY_RANK_AT_ONCE)
+_EVALUATES, _HAS_GRADIENTS, _TRAINS = range(3)  # a forward: without gradients; with them; also in training mode
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm,
           nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)  # fmt: skip
 _WHAT = "the buffers of rank 0 (zc.compile(broadcast_buffers=False) leaves each rank its own)"
@@ -71,9 +72,8 @@ class BufferSync(Part):
         runtime.buffer_sync = self
         self._shapes = {name: (tuple(b.shape), b.dtype) for name, b in model.named_buffers()}
         self._is_due = False  # whether DDP would broadcast before the next forward
-        self._num_trained = 0  # forwards of this update with gradients and in training mode
-        # of the last forward: 3 for each such forward before it, 1 if with gradients, 1 more if it is such a one
-        self._place = 0
+        self._num_trained = 0  # forwards of this update that train
+        self._place = (0, _EVALUATES)  # of the last forward: how many before it train, and what it does
         self._has_evaluated = False  # whether a forward of a lower place came before the first one of training
         self._has_trained = False  # whether this update had a forward with gradients
         self._has_ended = False  # whether rank 0 has reached the boundary of this update
@@ -92,10 +92,12 @@ class BufferSync(Part):
         if core is None:
             return
         model, has_grads = self._model(), torch.is_grad_enabled()
-        place = self._num_trained * 3 + has_grads * (1 + (model is not None and model.training))
-        self._has_evaluated |= not self._is_first and self._place < place < 3
-        repeats = core.group.rank == 0 and self._has_evaluated and self._place < place < 3
-        self._place, self._num_trained = place, self._num_trained + place % 3 // 2
+        trains = has_grads and model is not None and model.training
+        place = (self._num_trained, _TRAINS if trains else _HAS_GRADIENTS if has_grads else _EVALUATES)
+        goes_on = self._num_trained == 0 and self._place < place  # towards training
+        self._has_evaluated |= goes_on and not self._is_first
+        repeats = core.group.rank == 0 and self._has_evaluated and goes_on
+        self._place, self._num_trained = place, self._num_trained + trains
         if (self._is_first or repeats) and self._was_due and (written := self._written()):
             self._is_due = True
             while self._exchange(is_last=False, written=written):
@@ -139,7 +141,7 @@ class BufferSync(Part):
         if not self._is_first or self._for_whom in _FOR_ALL:  # else this rank's last forward was before this update
             self._as_they_were = self._now() if self._was_due else {}
         self._has_ended = self._is_due = self._has_evaluated = self._has_trained = False
-        self._place = self._num_trained = 0
+        self._place, self._num_trained = (0, _EVALUATES), 0
         self._num_unannounced = 0
         self._for_whom, self._is_first = _NOBODY, True
         while self._sent:
@@ -205,7 +207,7 @@ class BufferSync(Part):
         for_whom = self._for_whom_now()
         stays_due = self._is_due or (self._is_first and self._was_due)  # an update without a forward changes nothing
         is_read = bool(written and self._written(self._statistics() if self._has_evaluated else ()))
-        values = [is_last, for_whom, nbytes, is_read, stays_due, self._place, self._has_evaluated]
+        values = [is_last, for_whom, nbytes, is_read, stays_due, self._has_evaluated, *self._place]
         head = torch.tensor(values, device="cpu")
         if group.rank == 0:
             packs = [_pack(buffers).cpu() for buffers in self._in_message(by_device, head)]
@@ -215,9 +217,10 @@ class BufferSync(Part):
                 head, f"{_WHAT}, as {written} was written between two updates. {_TOGETHER}" if written else _WHAT
             )
         self._has_ended, self._for_whom, self._stays_due = bool(head[0]), int(head[1]), bool(head[4])
-        place, has_evaluated = int(head[5]), bool(head[6])
-        is_past = not self._has_ended and place < self._place + (is_last and not self._is_first)
-        is_of_evaluation = is_past and (bool(written) or place % 3 < self._place % 3)
+        has_evaluated, place = bool(head[5]), (int(head[6]), int(head[7]))
+        is_past = place < self._place or (is_last and not self._is_first and place == self._place)
+        is_past = is_past and not self._has_ended
+        is_of_evaluation = is_past and (bool(written) or place[1] < self._place[1])
         if not is_of_evaluation and not (has_evaluated and (written or self._has_evaluated)):
             self._compare_writes(written, rank_0_has_written=bool(head[3]))
         model = self._model()
