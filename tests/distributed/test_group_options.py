@@ -130,6 +130,16 @@ class KeepsNorm(Warms):
         return sum(group["norm"] for group in self.param_groups)
 
 
+class Answers(KeepsNorm):
+    """Returns it where the loop asks."""
+
+    def step(self, closure: Any = None, *, returns_norm: bool = False) -> Any:
+        norm = super().step(closure)
+        for group in self.param_groups:
+            del group["norm"]
+        return norm if returns_norm else None
+
+
 class Langevin(Warms):
     def update_of(self, grad: Tensor) -> Tensor:
         return grad + 0.01 * torch.randn_like(grad)
@@ -137,13 +147,13 @@ class Langevin(Warms):
 
 def _says(rank: int, world_size: int) -> list[Any]:
     seen: list[Any] = []
-    for cls in (KeepsNorm, Langevin, Warms):
+    for cls in (KeepsNorm, Langevin, Warms, Answers):
         model = CASE.model()
         before = torch.get_rng_state()
         model, optimizer = zc.compile(model, cls(model.parameters()), backend="eager")
         assert torch.equal(before, torch.get_rng_state())
         CASE.loss(model, CASE.batch(rank, 0, 0)).backward()
-        optimizer.step()
+        optimizer.step(**({"returns_norm": True} if cls is Answers else {}))
         seen.append((str(zc.explain(model)), optimizer.param_groups[0].get("norm")))
     return seen
 
@@ -152,8 +162,10 @@ def test_a_step_that_draws_or_returns_its_own_is_named() -> None:
     ((_, ranks),) = run_cases(_says, 2, [()])
     norms = [norm for (_, norm), *_ in ranks]
     assert norms[0] == norms[1] and norms[0] > 0
-    for (kept, _), (drawn, _), (plain, _) in ranks:
+    for (kept, _), (drawn, _), (plain, _), (answers, _) in ranks:
+        assert "Answers.step(...) returned a value to a call with arguments, which zc has not tried" in answers
         assert "KeepsNorm.step() returns a number that it makes of gradients or weights" in kept
         assert "KeepsNorm sets 'norm' of parameter group 0 to something else on each rank" in kept
         assert "Langevin draws random numbers in its step" in drawn
-        assert not any(text in plain for text in ("returns a number", "draws random", "to something else"))
+        notes = ("returns a number", "returned a value", "draws random", "to something else")
+        assert not any(text in plain for text in notes)

@@ -275,6 +275,15 @@ class ShardedOptimizer:
                     "parameters that this rank updates. Compute it in the loop, from param.grad, which all ranks share"
                 )
 
+    def note_result(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Called where ``step`` has returned something. What a closure returns is the loop's own."""
+        if not self._is_known and _closure_in(args, kwargs) is None:
+            self.runtime.say_once(
+                f"{type(self.optimizer).__name__}.step(...) returned a value to a call with arguments, which zc has "
+                "not tried: if the class makes it of gradients or weights, it is of the parameters that this rank "
+                "updates. Compute it in the loop, from param.grad, which all ranks share"
+            )
+
     def _make_slice(self, name: str, bucket: Bucket, slot: Slot, is_empty: bool = False) -> None:
         rank, buffers = self.runtime.group.shard.rank, self.runtime.buffers
         inside, _ = bucket.layout.owned_part(slot, rank)
@@ -848,6 +857,8 @@ def replace_methods(model: nn.Module, sharded: ShardedOptimizer) -> None:
             if ParamOfModel.stepping is not None:
                 held.show_params()
         held.runtime.group.raised = ""
+        if result is not None and (args or kwargs):
+            held.note_result((optimizer, *args), kwargs)
         return result
 
     def zero_grad(set_to_none: bool = True) -> None:

@@ -67,8 +67,8 @@ TRAITS = {
         "Use a first-order optimizer here, or DistributedDataParallel for LBFGS",
     ),
     "SparseAdam": Traits(
-        None, rule=_WHOLE, refusal="it takes sparse gradients, zc reduces dense ones. Use Adam, and embeddings made "
-        "with sparse=False",
+        None, rule=_WHOLE, refusal="it takes sparse gradients, zc reduces dense ones. Use Adam, which moves rows "
+        "without a gradient as well, and embeddings made with sparse=False",
     ),
 }  # fmt: skip
 
