@@ -355,7 +355,9 @@ def test_what_inference_mode_made_is_refused_by_name(kind: str) -> None:
     refused(zc.PlanError, f"{kind} {'mask' if kind == 'buffer' else 'weight'} was made under", ".clone()", model=model)
 
 
-@pytest.mark.parametrize("call", ["compile", "recompile", "load", "load_state_dict", "optimizer", "close"])
+@pytest.mark.parametrize(
+    "call", ["compile", "recompile", "load", "load_state_dict", "optimizer", "full_grad", "close"]
+)
 @pytest.mark.parametrize("stage", [2, 3])
 def test_calls_inside_inference_mode_make_plain_tensors(call: str, stage: int, tmp_path: Path) -> None:
     """The next forward or step ended in torch's error, "Inference tensors cannot be saved for backward"."""
@@ -380,6 +382,7 @@ def test_calls_inside_inference_mode_make_plain_tensors(call: str, stage: int, t
         "load": lambda: zc.load(tmp_path / "saved", model, optimizer),
         "load_state_dict": lambda: zc.load_state_dict(model, optimizer, state),
         "optimizer": lambda: optimizer.load_state_dict(state["optimizer"]),
+        "full_grad": lambda: zc.full_grad(model),
         "close": lambda: zc.close(model),
     }
     with torch.inference_mode():

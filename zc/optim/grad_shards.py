@@ -379,6 +379,7 @@ class GradShards:
             ranks.gather_rows([row.view(torch.uint8) for row in rows], GATHER_GRADIENT, bucket.index).wait()
         return in_shape(whole, part.slot)
 
+    @torch.inference_mode(False)  # the memory that it may allocate is trained in afterwards
     def full_grads(self, bucket: Bucket) -> dict[str, Tensor | None]:
         """The whole gradients [shape] of one bucket's parameters, in acc_dtype, on every rank; None where none came."""
         runtime, ranks = self.runtime, self.runtime.group.shard
