@@ -137,3 +137,56 @@ def test_an_inner_backward_raises_and_is_caught() -> None:
 
     _backward(lambda: backwards.begin(lambda: seen.append((False, False))), inner)
     assert seen == [(True, True), (False, True), (False, False)]
+
+
+def _weights_after(call: Callable[[nn.Module, Any], object], backend: str | None) -> list[Tensor]:
+    """Of two microbatches; a hook makes the call in the second one's backward, after a bias has its gradient."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+    if backend is not None:
+        zc.compile(net, optimizer, backend=backend)
+    try:
+        for microbatch in range(2):
+            if microbatch:
+                net[2].weight.register_hook(lambda _: [call(net, optimizer)].clear())
+            net(torch.full((3, 4), 1.0 + microbatch, dtype=torch.float64)).square().mean().backward()
+        optimizer.step()
+        return [param.detach().clone() for param in net.parameters()]
+    finally:
+        if backend is not None:
+            zc.close(net)
+
+
+def _set_to_none(net: nn.Module, _: object) -> None:
+    for param in net.parameters():
+        param.grad = None
+
+
+CHANGES: dict[str, tuple[Callable[[nn.Module, Any], object], str]] = {
+    "clips": (lambda net, _: nn.utils.clip_grad_norm_(net.parameters(), 0.01), "asked for inside of a backward"),
+    "scales": (lambda net, _: net[0].weight.grad.mul_(0.5), "asked for inside of a backward"),
+    "steps": (lambda _, optimizer: optimizer.step(), "asked for inside of a backward"),
+    "sets to None": (_set_to_none, "was set to None inside of a backward"),
+}
+
+
+@pytest.mark.parametrize("how", CHANGES)
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_hook_that_changes_gradients_inside_of_their_backward_is_refused(how: str, backend: str) -> None:
+    """Weights were others than with plain PyTorch, in silence; a step ended in torch's "split_with_sizes expects"."""
+    call, text = CHANGES[how]
+    with pytest.raises(zc.ZcError, match=text):
+        _weights_after(call, backend)
+
+
+def test_a_hook_that_clears_gradients_inside_of_their_backward() -> None:
+    """Op by op it drops what has come so far, as in PyTorch. Compiled, it dropped what has yet to come there."""
+
+    def clear(_: object, optimizer: Any) -> None:
+        optimizer.zero_grad()
+
+    for param, wanted in zip(_weights_after(clear, "eager"), _weights_after(clear, None), strict=True):
+        torch.testing.assert_close(param, wanted)
+    with pytest.raises(zc.ZcError, match="are cleared inside of a backward"):
+        _weights_after(clear, "aot_eager")

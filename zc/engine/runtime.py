@@ -332,12 +332,19 @@ class Runtime(Core):
         `zc.count` the mean over the tokens of all of them.
 
         ``by_grad``: a ``param.grad`` is read, perhaps in a loop over those of all parameters. Raises ZcError, on all
-        ranks, if they have one on different parameters: such loops would differ.
+        ranks, if they have one on different parameters: such loops would differ; and inside of a backward that has
+        brought gradients, which may bring more.
         """
         self.streams.clock.phase("update")
         self.weights.synchronize()
         self.check_names()
         drop_failed()
+        if self.backwards.open:
+            raise ZcError(
+                "the gradients are asked for inside of a backward of this model (in a hook, say), which still adds to "
+                "them: read or change param.grad, clip and step after loss.backward(). A hook on a parameter "
+                "(param.register_hook) gets what is added to its gradient, and may return another"
+            )
         self._notice_changes(is_boundary=True)
         if self._phase is Phase.FINAL or (by_grad and self.is_finished):
             return
@@ -516,6 +523,12 @@ class Runtime(Core):
 
     def clear(self, *, set_to_none: bool, optimizer: int | None = None) -> None:
         """zero_grad of the module (None) or of one optimizer."""
+        if self.programs and self.backwards.has_begun():
+            raise ZcError(
+                "gradients are cleared inside of a backward of this model (in a hook, say), and its compiled part has "
+                "brought some that PyTorch would bring after this: clear them between backwards, or compile with "
+                'backend="eager"'
+            )
         self.group.record_call("drop gradients (zero_grad)", shared=False)
         buckets = self.plan.of_optimizer(optimizer)
         if not set_to_none:  # what was assigned becomes zeros, too

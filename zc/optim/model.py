@@ -50,6 +50,12 @@ if TYPE_CHECKING:
     from zc.optim.optimizer import MakeUpdater
 
 
+_SET_TO_NONE = (
+    "the .grad of {} was set to None inside of a backward that adds to it, so nobody can say which part was to go: "
+    "clear gradients between backwards"
+)
+
+
 class ShardedModel(Listener):
     """The state of one model on one rank."""
 
@@ -58,6 +64,7 @@ class ShardedModel(Listener):
         self.at_close: list[Callable[[nn.Module], None]] = []  # take off the model what zc has put there
         self.grad_shards = GradShards(runtime)
         self._writes = ParamWrites(runtime)
+        self._shown: set[str] = set()  # parameters whose .grad was set here, and not dropped since
         self.optimizers = [
             ShardedOptimizer(k, runtime, optimizer, rule, self.grad_shards, self._writes)
             for k, (optimizer, rule) in enumerate(zip(assignment.optimizers, assignment.rules, strict=True))
@@ -84,6 +91,7 @@ class ShardedModel(Listener):
         self.grad_shards.forget_taken(list(params))
         self.grad_shards.forget_numbers()
         self._writes.leave(params)
+        self._shown.difference_update(params)
 
     def flush_state(self) -> None:
         """See `zc.flush_state`."""
@@ -107,8 +115,11 @@ class ShardedModel(Listener):
                         if not has_grad:
                             param.grad = None  # its gradient was dropped after this backward had begun
                     elif has_grad and (shown is None or self.is_value(slot.name, shown)):
+                        if shown is None and slot.name in self._shown:
+                            raise ZcError(_SET_TO_NONE.format(self.runtime.name_now(slot.name)))
                         try:
                             param.grad = grad
+                            self._shown.add(slot.name)
                         except RuntimeError:  # it has another shape, dtype or device now
                             self._writes.check_places()
                             raise
@@ -152,6 +163,7 @@ class ShardedModel(Listener):
         self.grad_shards.is_read_in_no_sync = False
         self.grad_shards.forget_numbers()
         self.runtime.with_graph.difference_update(names)
+        self._shown.difference_update(names)
         grads = self.runtime.sharded_grads
         for name in names:
             is_old = sys.getrefcount(grads[name]) > ALONE or grads[name].requires_grad
