@@ -688,14 +688,14 @@ def _proximal(rank: int, world_size: int, where: str, stage: int) -> Any:
         torch.manual_seed(0)
         model, anchors = (nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(4))) for _ in range(2))
         optimizer = Proximal(model.parameters(), where, anchors)
-        given = {"list": [*anchors.parameters()], "iterator": iter(anchors.parameters())}.get(where)
+        argument = {"list": [*anchors.parameters()], "iterator": iter(anchors.parameters())}.get(where)
         if is_zc:
             zc.compile(model, optimizer, stage=stage, backend="eager")
         optimizer.run.anchors += anchors.parameters() if where == "attribute" else ()
         for param, other in zip(model.parameters(), anchors.parameters(), strict=True) if where == "state" else ():
             optimizer.state[param]["anchor"] = other.detach().clone()
         model(torch.ones(1, 4)).sum().backward()
-        step = partial(optimizer.step, *([given] if given else []))
+        step = partial(optimizer.step, *([argument] if argument else []))
         if is_zc and where != "state":
             return message_of(step)
         step()

@@ -199,14 +199,14 @@ def refuse_positions(optimizer: Optimizer, arguments: Mapping[str, Any], words: 
     by position, which a step would pair with other parameters, or is a dict by parameters, where slices are not."""
     groups = vars(optimizer)["param_groups"]
     lists = [[param for group in groups for param in group["params"]], *(group["params"] for group in groups)]
-    own, has_names = set(map(id, lists[0])), any("param_names" in group for group in groups)
+    ids, has_names = set(map(id, lists[0])), any("param_names" in group for group in groups)
     for where, value in arguments.items():
         if isinstance(value, Iterator):  # such as model.parameters()
-            raise ZcError(_by_position(optimizer, len(own), where))
+            raise ZcError(_by_position(optimizer, len(ids), where))
     for where, value in (*arguments.items(), *_in_reach(optimizer, words)):
         items = list(value.parameters()) if isinstance(value, nn.Module) else value
         if isinstance(value, Mapping):
-            if any((id(key) if isinstance(key, Tensor) else key) in own for key in value):
+            if any((id(key) if isinstance(key, Tensor) else key) in ids for key in value):
                 raise ZcError(
                     f"{type(optimizer).__name__}.step() looks into {where}, whose keys are the model's parameters, and "
                     "it has this rank's elements of them instead. Keep what belongs to a parameter in "
@@ -242,10 +242,11 @@ def _by_position(optimizer: Optimizer, number: int, where: str) -> str:
     )
 
 
-def _are_values_of(items: Sequence[Any], params: Sequence[Tensor], own: Sequence[Tensor]) -> bool:
-    """Whether each is a tensor of the parameter's shape, or a pair of a name and that, and none is one of ``own``."""
+def _are_values_of(items: Sequence[Any], params: Sequence[Tensor], of_groups: Sequence[Tensor]) -> bool:
+    """Whether each is a tensor of the parameter's shape, or a pair of a name and that, and none is one
+    of ``of_groups``, the parameters themselves."""
     tensors = [item[-1] if isinstance(item, tuple) and item else item for item in items]
-    pairs, ids = zip(tensors, params, strict=True), set(map(id, own))
+    pairs, ids = zip(tensors, params, strict=True), set(map(id, of_groups))
     return all(isinstance(t, Tensor) and t.shape == p.shape and id(t) not in ids for t, p in pairs)
 
 
