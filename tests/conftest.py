@@ -44,6 +44,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
+    gc.unfreeze()  # what is still frozen at the end is a leak to nanobind, which prints it
     if not hasattr(config, "workerinput"):
         folder = Path(os.environ.pop("ZC_TEST_COMPILED"))
         keep_kernels(folder)
